@@ -35,8 +35,9 @@ class WorkerSlot:
     """One worker: a rank, the device type it needs, and its virtual nodes in running order.
 
     ``device`` is the device that the plan assigned: its index among the devices of its type,
-    counted host by host. None accepts any device of the type. With ``recompute`` it computes the
-    activations of repeated layers again in backward passes.
+    counted host by host. None accepts any device of the type. ``state_share_bytes`` are the weights
+    whose states it keeps; None: all, or in a pipeline as many as others of its stage. With
+    ``recompute`` it computes the activations of repeated layers again in backward passes.
     """
 
     rank: Index

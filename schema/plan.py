@@ -235,7 +235,8 @@ class ReplicaGroup:
     that size beyond the least of all sizes; None if the profile has no times per size.
 
     Where replicas share states, ``state_share_bytes`` are the most bytes of weights of which each
-    keeps the states. ``recompute`` None takes the stage's.
+    keeps the states; in a stage of a pipeline, which deals layers whole, the share that these are
+    to come near. None: equal shares. ``recompute`` None takes the stage's.
     """
 
     device_type: Name

@@ -91,7 +91,8 @@ def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[fl
     A stage holds at most as many microbatches in flight as there are stages from it on. Devices of
     interleaved plans hold several stages, which are counted together, pass by pass. The state of a
     sharded optimizer is shared out layer by layer: no replica has more than an equal share of all
-    layers but the largest, and the largest.
+    layers but the largest, and the largest. With a share that the plan states, it has up to
+    (d - 1) / d of the largest layer more than that. A share of 0 is nothing.
 
     Args:
         plan: The plan to check.
@@ -114,6 +115,10 @@ def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[fl
         if problem.shard_optimizer and problem.optimizer is not None:
             largest, replicas = max(weights), plan.stages[number].num_replicas
             share = (sum(weights) - largest) / replicas + largest
+            stated = group.state_share_bytes
+            if stated is not None:
+                more = largest * (replicas - 1) / replicas
+                share = min(stated + more, sum(weights)) if stated else 0.0
             held -= problem.optimizer.state_bytes_per_weight_byte * (sum(weights) - share)
         for each in own:
             stage, start = plan.stages[each], _start(plan, each)
@@ -197,8 +202,26 @@ def _shape_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
         degrees = sorted({group.tensor_parallel_size for group in stage.replicas})
         if problem.shard_optimizer and len(degrees) > 1:
             yield f"stage {number}: replicas of degrees {degrees} share no optimizer state"
+        yield from (f"stage {number}: {fault}" for fault in _share_faults(plan, problem, number))
         if stage.recompute not in problem.recompute:
             yield f"stage {number} recomputes ({stage.recompute}), which was not asked for"
+
+
+def _share_faults(plan: Plan, problem: ParallelProblem, number: int) -> Iterator[str]:
+    """List what is wrong with the shares of the optimizer's state that a plan states of a stage."""
+    stage = plan.stages[number]
+    shares = [group.state_share_bytes for group in stage.replicas]
+    if set(shares) == {None}:
+        return
+    if not problem.shard_optimizer or plan.num_model_chunks > 1 or None in shares:
+        yield "state_share_bytes are of all replicas that share the state, of a stage a device"
+        return
+    held = sum(g.num_replicas * (g.state_share_bytes or 0) for g in stage.replicas)
+    for sizes in problem.sizes:
+        if sizes.tensor_parallel_size == stage.replicas[0].tensor_parallel_size:
+            whole = sum(_of(stage, sizes.weight_bytes, _start(plan, number)))
+            if held < whole:
+                yield f"the shares hold the states of {held} bytes of weights, of {whole}"
 
 
 def _interleaving_faults(plan: Plan, problem: ParallelProblem, replicas: int) -> Iterator[str]:
@@ -407,15 +430,20 @@ def _compute(plan: Plan, problem: ParallelProblem, number: int) -> float:
 
 def _update(plan: Plan, problem: ParallelProblem, number: int) -> float:
     stage, start = plan.stages[number], _start(plan, number)
-    tables = [_times(plan, problem, group).update_seconds for group in stage.replicas]
-    if problem.cost_rule == "sailor":
-        whole = max(table[start] for table in tables)
-    else:
-        whole = max(sum(_of(stage, table, start)) for table in tables)
-    if not problem.shard_optimizer:
-        return whole
-    # Each replica updates its share, which then goes round the ring of replicas once.
-    return whole / stage.num_replicas + _ring(plan, problem, number, rounds=1)
+    longest = 0.0
+    for group in stage.replicas:
+        table, part = _times(plan, problem, group).update_seconds, 1.0
+        if problem.shard_optimizer:
+            part = 1 / stage.num_replicas
+        if group.state_share_bytes is not None:
+            sizes = next(
+                s for s in problem.sizes if s.tensor_parallel_size == group.tensor_parallel_size
+            )
+            part = group.state_share_bytes / sum(_of(stage, sizes.weight_bytes, start))
+        whole = table[start] if problem.cost_rule == "sailor" else sum(_of(stage, table, start))
+        longest = max(longest, part * whole)
+    # Each replica updates its share; all shares together go round the ring of replicas once.
+    return longest + (_ring(plan, problem, number, rounds=1) if problem.shard_optimizer else 0.0)
 
 
 def _transfer(plan: Plan, problem: ParallelProblem, number: int) -> float:

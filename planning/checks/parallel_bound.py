@@ -88,7 +88,10 @@ class _Option:
         compute: Seconds of a microbatch's passes.
         output: [places] seconds of a message over its own link.
         update: Seconds of the update, with what a sharded optimizer exchanges left out.
-        most_in_flight: Microbatches that fit beside all else.
+        most_in_flight: Microbatches that fit beside all else, where replicas share states equally.
+        held: Bytes beside microbatches and shared states.
+        each: Bytes of a microbatch.
+        states: Bytes of the states that replicas share; ``largest`` is what a layer has of them.
     """
 
     pool: int
@@ -98,6 +101,10 @@ class _Option:
     output: Table
     update: Table
     most_in_flight: Table
+    held: Table
+    each: Table
+    states: Table
+    largest: Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +176,7 @@ def _options(problem: ParallelProblem, size: int, replicas: int) -> Iterator[_Op
                 yield _Option(
                     number, degree, recompute, _between(passes.sum(axis=0)), output,
                     _between(times.update_seconds),
-                    _most_in_flight(problem, pool, held[0], size, replicas, recompute),
+                    *_memory(problem, pool, held[0], size, replicas, recompute),
                 )  # fmt: skip
 
 
@@ -195,21 +202,20 @@ def _largest(values: Sequence[float]) -> Table:
     return table
 
 
-def _most_in_flight(
+def _memory(
     problem: ParallelProblem,
     pool: ParallelPool,
     sizes: Any,
     size: int,
     replicas: int,
     recompute: Recompute,
-) -> Table:
+) -> tuple[Table, ...]:
+    """``_Option``'s tables from ``most_in_flight`` on."""
     weights = _between(sizes.weight_bytes)
-    held = problem.bytes_per_weight_byte * weights + problem.reserved_bytes
-    if problem.shard_optimizer and problem.optimizer is not None:
-        whole, largest = np.where(np.isfinite(weights), weights, 0.0), _largest(sizes.weight_bytes)
-        # All but an equal share of all layers but the largest, and the largest.
-        shared = (whole - largest) * (1 - 1 / replicas)
-        held = held - problem.optimizer.state_bytes_per_weight_byte * shared
+    state = problem.state_bytes_per_weight_byte
+    held = (problem.bytes_per_weight_byte - state) * weights + problem.reserved_bytes
+    states = state * np.where(np.isfinite(weights), weights, 0.0)
+    largest = state * _largest(sizes.weight_bytes)
     each = size * _between(sizes.stashed_bytes)
     if recompute == "selective":
         each = size * _between(sizes.selective_bytes)
@@ -219,13 +225,20 @@ def _most_in_flight(
         inputs = np.array([0.0, *problem.output_bytes])[:, None] * size
         each = np.where(np.isfinite(each), inputs, inf)
     if pool.memory_bytes is None:
-        return np.where(np.isfinite(each), inf, 0.0)
+        return np.where(np.isfinite(each), inf, 0.0), held, each, states, largest
+    # An equal share of all layers but the largest, and the largest.
     room = pool.memory_bytes * (1 + _NEAR) - held
+    room = room - ((states - largest) / replicas + largest)
+    return _times_in(room, each), held, each, states, largest
+
+
+def _times_in(room: Table, each: Table) -> Table:
+    """How many of ``each`` fit; none where ``room`` is negative or no number."""
     with np.errstate(divide="ignore", invalid="ignore"):
         most = np.floor(
             np.where(each > 0, room / each, np.where(room >= 0, inf, 0.0)) * (1 + 1e-12)
         )
-    found: Table = np.where(np.isfinite(held) & (room >= 0), most, 0.0)
+    found: Table = np.where(np.isfinite(each) & (room >= 0), most, 0.0)
     return found
 
 
@@ -245,6 +258,66 @@ class _Search:
         self.pools = np.array([option.pool for option in options], dtype=int)
         self.degrees = np.array([option.degree for option in options], dtype=float)
         self._rings: dict[tuple[tuple[LinkCurve, ...], int], Table] = {}
+        self.unlike = tuple(self._pairs_of_unlike_memory())
+        # Of each option with any other.
+        self.in_flight = np.array([option.most_in_flight for option in options])
+        for pair in self.unlike:
+            with np.errstate(invalid="ignore"):
+                with_it = self._most_with_unlike(*(options[o] for o in pair))
+            for o in pair:
+                self.in_flight[o] = np.maximum(self.in_flight[o], with_it)
+
+    def _pairs_of_unlike_memory(self) -> Iterator[tuple[int, int]]:
+        """Options that may share states unlike: with less memory, with more."""
+        problem = self.problem
+        if self.replicas == 1 or not problem.state_bytes_per_weight_byte:
+            return
+        rooms = [problem.pools[o.pool].memory_bytes or inf for o in self.options]
+        for one, other in product(range(len(self.options)), repeat=2):
+            first, second = self.options[one], self.options[other]
+            alike = (first.degree, first.recompute) == (second.degree, second.recompute)
+            if alike and rooms[one] < rooms[other]:
+                yield one, other
+
+    def _most_with_unlike(self, small: _Option, large: _Option) -> Table:
+        """Microbatches that fit where all but one replica are of the larger type, at most."""
+        d, rooms = self.replicas, list[Table]()
+        for option in (small, large):
+            memory = self.problem.pools[option.pool].memory_bytes
+            rooms.append((inf if memory is None else memory * (1 + _NEAR)) - option.held)
+        alone = _times_in(rooms[0], small.each)
+        if self.problem.pools[large.pool].memory_bytes is None:
+            return alone
+        together = (d - 1) * rooms[1] + rooms[0] - small.states
+        with_all = _times_in(rooms[1] - small.states, small.each)
+        return np.minimum(alone, np.maximum(_times_in(together, d * small.each), with_all))
+
+    def unlike_shares(
+        self, pair: tuple[int, int], count: int, in_flight: int
+    ) -> tuple[NDArray[np.bool_], Table]:
+        """[start, end] whether ``count`` replicas of the larger type and others hold a stage.
+
+        Only where equal shares do not fit; and then the longer of both types' updates. The type
+        with less memory has as many whole bytes of weights as fit, and the other type the rest.
+        """
+        small, large = (self.options[o] for o in pair)
+        d, state = self.replicas, self.problem.state_bytes_per_weight_byte
+        with np.errstate(invalid="ignore", divide="ignore"):
+            whole = small.states / state
+            more, most = small.largest / state * (1 - 1 / d), list[Table]()
+            for option in (small, large):
+                memory = self.problem.pools[option.pool].memory_bytes
+                room = (inf if memory is None else memory * (1 + _NEAR)) - option.held
+                free = (room - in_flight * option.each) / state
+                part = np.clip(np.floor(free - more), 0.0, whole)
+                most.append(np.where(free >= whole, whole, np.where(free >= 0, part, -1.0)))
+            less = most[0]
+            rest = np.maximum(np.ceil((whole - (d - count) * less) / count - _NEAR), 0.0)
+            fits = (less >= 0) & (rest <= most[1]) & (small.most_in_flight < in_flight)
+            fits &= whole > 0
+            longest = np.maximum(small.update * less, large.update * rest)
+            update = longest / np.maximum(whole, 1.0)
+        return fits, np.where(fits, update, inf)
 
     @cached_property
     def seconds(self) -> Table:
@@ -262,7 +335,11 @@ class _Search:
                 curve = _link_of_one(pool)
                 degrees = [s.tensor_parallel_size for s in self.problem.sizes]
                 rings += [self._ring_over([curve], t) for t in degrees if t <= option.degree]
-            found.append(self.update(option, np.min(rings, axis=0)) + np.min(rings, axis=0))
+            ring: Table = np.min(rings, axis=0)
+            # Some replica of a stage has at least an equal share, but it may be of another type.
+            others = [o for o in self.options if self.unlike and o.degree == option.degree]
+            updates = [self.update(each, ring) for each in (option, *others)]
+            found.append(np.min(updates, axis=0) + ring)
         return np.array(found)
 
     def update(self, option: _Option, ring: Table) -> Table:
@@ -318,8 +395,7 @@ class _Search:
     def least_bytes(self) -> float:
         """What all replicas hold at least, on all their devices together."""
         problem, least = self.problem, np.full(self.places - 1, inf)
-        state = problem.optimizer.state_bytes_per_weight_byte if problem.optimizer else 0.0
-        shared = state * (1 - 1 / self.replicas) if problem.shard_optimizer else 0.0
+        shared = problem.state_bytes_per_weight_byte * (1 - 1 / self.replicas)
         for option in self.options:
             sizes = next(s for s in problem.sizes if s.tensor_parallel_size == option.degree)
             held = (problem.bytes_per_weight_byte - shared) * np.array(sizes.weight_bytes)
@@ -338,7 +414,7 @@ class _Search:
         if not self.options or self.most_stages < 1 or self.least_bytes() > self._room:
             return inf, inf
         layers = np.arange(self.places - 1)
-        fits = np.array([o.most_in_flight[layers, layers + 1] >= 1 for o in self.options])
+        fits = self.in_flight[:, layers, layers + 1] >= 1
         each = np.array([o.compute[layers, layers + 1] for o in self.options])
         each = np.where(fits, each, inf)
         if not np.isfinite(each).any(axis=0).all():
@@ -360,10 +436,14 @@ class _Search:
         slowest = rate * float(costs.min(axis=0).sum())
         return max(through, self.m * slowest), slowest
 
-    def may_hold(self, stages: Sequence[tuple[int, ...]]) -> bool:
+    def may_hold(self, kinds: "Sequence[_Kind]") -> bool:
         """Whether the pool, and its servers, might hold stages; taken for granted if unsure."""
-        d = self.replicas
-        dealt = [[(d,)] if len(kind) == 1 else [(k, d - k) for k in range(1, d)] for kind in stages]
+        d, stages = self.replicas, [kind.options for kind in kinds]
+        dealt = [
+            [(d,)] if len(kind.options) == 1
+            else [(k, d - k) for k in ([kind.first] if kind.first else range(1, d))]
+            for kind in kinds
+        ]  # fmt: skip
         ways = prod(map(len, dealt))
         if ways > _MOST_WAYS:
             return True
@@ -464,7 +544,7 @@ class _Search:
     @cached_property
     def levels(self) -> Table:
         """All times that single stages may take, which T is one of."""
-        fits = np.array([o.most_in_flight for o in self.options]) >= 1
+        fits = self.in_flight >= 1
         found: Table = np.unique(self.seconds[fits & np.isfinite(self.seconds)])
         return found
 
@@ -499,7 +579,7 @@ class _Search:
         behind[:, -1] = 0
         high, full = cells.high[:, None, None], cells.full[:, None, None]
         allowed: list[Any] = [None] * self.places
-        in_flight = np.array([o.most_in_flight for o in self.options])
+        in_flight = self.in_flight
         for end in range(self.places - 1, 0, -1):
             placed = behind[:, end]
             fits = in_flight[None, :, :end, end] >= np.minimum(placed + 1, self.m)[:, None, None]
@@ -523,7 +603,7 @@ class _Search:
         is_short &= self.exchange <= cell.full[0] * (1 + 1e-12)
         priced = (cell.prices[0, self.pools] * self.degrees)[:, None, None]
         costs = np.where(is_short, self.seconds + priced, inf)
-        in_flight = np.array([o.most_in_flight for o in self.options])
+        in_flight = self.in_flight
         found = np.full((self.most_stages + 1, self.places), inf)
         found[:, 0] = 0.0
         fitting = costs[0]
@@ -582,10 +662,22 @@ class _Label:
     price: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What holds a stage: one option, or two of unlike types.
+
+    ``first`` is the number of replicas of the first one where they share states unlike, and that
+    with more memory; else 0.
+    """
+
+    options: tuple[int, ...]
+    first: int = 0
+
+
 class _Stages:
     """The plans of one narrow cell, stage by stage from the last on.
 
-    A stage's kind is one option, or two of unlike types. Labels with the same stages, but for their
+    A stage is of one kind. Labels with the same stages, but for their
     cuts, leave the same to decide where they end at the same layer: the worse one is dropped.
     """
 
@@ -597,28 +689,51 @@ class _Stages:
         options, d = search.options, search.replicas
 
         def most(table: Table) -> Table:
-            return np.array([table[list(kind)].max(axis=0) for kind in self._kinds])
+            return np.array([table[list(kind.options)].max(axis=0) for kind in self._kinds])
 
         self._compute = most(np.array([o.compute for o in options]))
         self._output = most(np.array([o.output for o in options]))
         fits = np.array([o.most_in_flight for o in options])
-        self._fits = np.array([fits[list(kind)].min(axis=0) for kind in self._kinds])
-        self._fits[most(search.seconds) > cell.high * (1 + 1e-12)] = 0.0
-        self._fits[most(search.exchange) > cell.full * (1 + 1e-12)] = 0.0
-        self._ring = np.array([search.ring(tuple(options[o] for o in k)) for k in self._kinds])
+        self._fits = np.array([fits[list(kind.options)].min(axis=0) for kind in self._kinds])
+        self._is_in = most(search.seconds) <= cell.high * (1 + 1e-12)
+        self._is_in &= most(search.exchange) <= cell.full * (1 + 1e-12)
+        self._fits[~self._is_in] = 0.0
+        self._unlike = [number for number, kind in enumerate(self._kinds) if kind.first]
+        self._fits[self._unlike] = 0.0  # as long as it is not known how many are in flight
+        self._known: dict[int, tuple[Table, Table]] = {}
+        self._ring = np.array(
+            [search.ring(tuple(options[o] for o in kind.options)) for kind in self._kinds]
+        )
         own = most(np.array([search.update(o, np.zeros_like(o.update)) for o in options]))
         shared = search.problem.shard_optimizer
         self._update = own + (self._ring / 2 if shared else 0.0)
         one = cell.prices[search.pools] * search.degrees
         self._price = np.array(
-            [((d - 1) * one[list(k)].min() + one[list(k)].max()) / d for k in self._kinds]
+            [_least_price(one[list(kind.options)], kind.first, d) for kind in self._kinds]
         )
         self._used = np.zeros((len(self._kinds), len(search.devices)))
         for number, kind in enumerate(self._kinds):
-            for o in kind:
+            dealt = (kind.first, d - kind.first) if kind.first else (1, 1)
+            for o, replicas in zip(kind.options, dealt, strict=False):
                 self._used[number, options[o].pool] += options[o].degree * (
-                    d if len(kind) == 1 else 1
+                    d if len(kind.options) == 1 else replicas
                 )
+
+    def _with_unlike(self, in_flight: int) -> tuple[Table, Table]:
+        """[kinds, start, end] microbatches that fit, and updates, where so many are in flight."""
+        if not self._unlike:
+            return self._fits, self._update
+        if in_flight not in self._known:
+            fits, update = self._fits.copy(), self._update.copy()
+            for number in self._unlike:
+                larger, smaller = self._kinds[number].options
+                found = self._search.unlike_shares(
+                    (smaller, larger), self._kinds[number].first, in_flight
+                )
+                fits[number] = np.where(found[0] & self._is_in[number], in_flight, 0.0)
+                update[number] = found[1] + self._ring[number] / 2
+            self._known[in_flight] = fits, update
+        return self._known[in_flight]
 
     def find(self, left: "_Left") -> bool | None:
         """Whether there is a plan below the seconds; None if that takes too many labels.
@@ -657,14 +772,15 @@ class _Stages:
         slowest, total = np.maximum(label.slowest, whole), label.total + whole
         own = self._compute[:, :end, end] + message[:, None]
         alone = own + self._output[:, :end]
-        update = np.maximum(label.update, self._update[:, :end, end])
+        most_fit, updates = self._with_unlike(min(placed + 1, m))
+        update = np.maximum(label.update, updates[:, :end, end])
         ring = np.maximum(label.ring, self._ring[:, :end, end])
         least = (m - 1) * np.maximum(np.maximum(slowest[:, None], alone), self._low)
         least += total[:, None] + alone + np.maximum(update + ring, self._free)
         priced = label.price + self._price
         worth = self._rest[placed + 1, :end] + priced[:, None] - self._worth
         worth[:, 0] = np.maximum(worth[:, 0], 0.0)  # nothing is left to be priced
-        fits = self._fits[:, :end, end] >= min(placed + 1, m)
+        fits = most_fit[:, :end, end] >= min(placed + 1, m)
         fits &= has_room[:, None] & (least + worth < self._below)
         if placed + 1 >= search.most_stages:
             fits[:, 1:] = False
@@ -681,7 +797,7 @@ class _Stages:
         found = np.zeros(len(self._kinds))
         size = float(search.size * problem.output_bytes[end - 1])
         for number, kind in enumerate(self._kinds if problem.between else ()):
-            for one, other in product(kind, self._kinds[after]):
+            for one, other in product(kind.options, self._kinds[after].options):
                 pair = [search.options[one], search.options[other]]
                 names = {problem.pools[option.pool].device_type for option in pair}
                 for link in problem.between:
@@ -692,19 +808,28 @@ class _Stages:
         return found
 
 
-def _kinds_of(search: _Search) -> Iterator[tuple[int, ...]]:
+def _least_price(prices: Table, first: int, d: int) -> float:
+    """What a replica of a stage costs in the mean, at least; of two types it has one of each."""
+    if first:
+        return float(first * prices[0] + (d - first) * prices[1]) / d
+    return float((d - 1) * prices.min() + prices.max()) / d
+
+
+def _kinds_of(search: _Search) -> Iterator[_Kind]:
     """What may hold a stage: one option, or two of unlike types that recompute alike."""
     options, d = search.options, search.replicas
+    for smaller, larger in search.unlike:
+        yield from (_Kind((larger, smaller), count) for count in range(1, d))
     for number, option in enumerate(options):
         if d * option.degree <= search.devices[option.pool]:
-            yield (number,)
+            yield _Kind((number,))
     for one, other in combinations(range(len(options)), 2 if d > 1 else len(options) + 1):
         first, second = options[one], options[other]
         alike = first.recompute == second.recompute
         if search.problem.shard_optimizer:
             alike &= first.degree == second.degree
         if alike and first.pool != second.pool:
-            yield one, other
+            yield _Kind((one, other))
 
 
 def _is_new(label: _Label, known: dict[Any, list[Any]]) -> bool:

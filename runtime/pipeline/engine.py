@@ -48,7 +48,7 @@ from .cut import (
 from .evaluation import StageEvaluation, refusing_calls
 from .executor import Executor, Unflushed, held
 from .norms import plain
-from .optimizer import OwnShare, ShardedUpdates, StageState, check_shardable
+from .optimizer import OwnShare, ShardedUpdates, StageState, check_shardable, shares_of
 from .ownership import (
     Holders,
     Ownership,
@@ -374,7 +374,13 @@ class PipelineEngine:
         if shards:
             check_shardable(optimizer, is_main=session.is_main)
         share = (
-            OwnShare(optimizer, self._ownership, rank=place.rank, is_sharded=shards)
+            OwnShare(
+                optimizer,
+                self._ownership,
+                rank=place.rank,
+                is_sharded=shards,
+                shares=shares_of(place.start.config) if place.start.config else None,
+            )
             if optimizer
             else None
         )

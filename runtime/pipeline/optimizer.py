@@ -3,8 +3,8 @@
 Parameters are numbered through the groups of the script's whole optimizer. State is saved under
 these numbers, so the shares of all workers together are the state of the whole.
 
-With sharded state, workers that hold the same parameters update a share each. This is stage 1 of
-ZeRO (Rajbhandari et al., 2020, 5.1). Of the workers that hold a parameter, one
+With sharded state, workers that hold the same parameters update a share each, equal or by memory.
+This is stage 1 of ZeRO (Rajbhandari et al., 2020, 5.1). Of the workers that hold a parameter, one
 keeps its optimizer state, makes its update and sends the new value to the others. Parameters are
 never cut for that, so every update has the bits that it has without sharding, also by an optimizer
 that looks at a whole parameter. Gradients stay whole on every worker, for norms and clipping.
@@ -15,7 +15,7 @@ worker, so ``zero_grad``, a GradScaler and a learning-rate schedule find what th
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...schema.errors import TargetError
-from ...schema.launch import PipelineWork
+from ...schema.launch import LaunchConfig, PipelineWork
 from ...schema.options import option, told
 from .. import peers
 from ..checkpoints import checkpoint, parts
@@ -43,21 +43,40 @@ BUCKET_BYTES = 25 << 20
 _LEAVE_OUT = "or plan without {shard_optimizer}"
 
 
-def keepers_of(ownership: Ownership, names: Sequence[str]) -> dict[str, Holders]:
+def shares_of(config: LaunchConfig) -> dict[int, float]:
+    """Rank -> its part of its stage's state, of the stages whose replicas have unlike shares."""
+    found: dict[int, float] = {}
+    for stage in config.pipeline.stages if config.pipeline is not None else ():
+        held = {ranks: config.workers[ranks[0]].state_share_bytes for ranks in stage.replicas}
+        whole = sum(share or 0 for share in held.values())
+        found.update(
+            {r: share / whole for ranks, share in held.items() for r in ranks if share is not None}
+        )
+    return found
+
+
+def keepers_of(
+    ownership: Ownership, names: Sequence[str], shares: Mapping[int, float]
+) -> dict[str, Holders]:
     """The ranks that keep the optimizer's state of each parameter: one rank for every part of it.
 
     The largest parameter comes first, and each goes to the replica whose fullest worker has the
     least so far. Say that a stage's parameters have s bytes together, and the largest m. Then with
     d replicas no worker keeps more than (s + (d - 1) m) / d bytes (Graham, 1969); the planner
-    counts this. Deterministic, and equal on all workers.
+    counts this. Where replicas have shares (``shares_of``), a parameter goes to who is furthest
+    below its own, f s. That one keeps at most f s + (d - 1) m / d; a share of 0 gets nothing.
+    Deterministic, and equal on all workers.
     """
-    held: dict[int, int] = defaultdict(int)
+    held: dict[int, float] = defaultdict(int)
     found: dict[str, Holders] = {}
     sizes = {name: ownership.held_bytes(name) for name in names}
+    for rank, share in shares.items():
+        held[rank] = -share * sum(each.get(rank, 0) for each in sizes.values())
     for name in sorted(sizes, key=lambda name: -max(sizes[name].values())):
         kept: list[int] = []
         for replicas in _replicas(ownership, name):
-            chosen = min(replicas, key=lambda ranks: max(held[rank] for rank in ranks))
+            keeping = [ranks for ranks in replicas if shares.get(ranks[0], 1)] or replicas
+            chosen = min(keeping, key=lambda ranks: max(held[rank] for rank in ranks))
             for rank in chosen:
                 held[rank] += sizes[name][rank]
             kept += chosen
@@ -202,6 +221,7 @@ class OwnShare:
         ownership: The model's parameters, and which belong to this worker. Make this object before
             they are cut.
         is_sharded: Whether only one of the workers that hold a parameter keeps its state.
+        shares: Of a sharded optimizer, as ``shares_of`` gives them.
 
     Attributes:
         order: Names of all parameters of the whole optimizer.
@@ -220,6 +240,7 @@ class OwnShare:
         *,
         rank: int = 0,
         is_sharded: bool = False,
+        shares: Mapping[int, float] | None = None,
     ) -> None:
         parameters, own = ownership.parameters, ownership.own
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -241,7 +262,7 @@ class OwnShare:
         self.order = [names[id(parameter)] for parameter in held]
         self.keepers: dict[str, Holders] = {}
         if is_sharded:
-            self.keepers = keepers_of(ownership, self.order)
+            self.keepers = keepers_of(ownership, self.order, shares or {})
         self.kept = {name for name in own if rank in self.keepers.get(name, (rank,))}
         self._own = [index for index, name in enumerate(self.order) if name in own]
         self._groups: list[list[int]] = []

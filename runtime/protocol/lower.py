@@ -19,7 +19,7 @@ from ...schema.layer_trace import cannot_spread
 from ...schema.operations import Kind, Schedule
 from ...schema.options import option
 from ...schema.parallel import first_devices, is_inside
-from ...schema.plan import Plan, Stage
+from ...schema.plan import Plan, ReplicaGroup, Stage
 
 MAX_WORKERS = 1 << 16
 MAX_VIRTUAL_NODES = 1 << 20
@@ -88,7 +88,7 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
     ranks_of_stages = _ranks_of_stages(plan)
     work = _work_of(plan, ranks_of_stages) if plan.layers else None
     workers = zip(_devices_of(plan, ranks_of_stages), _nodes_of(plan, work), strict=True)
-    groups = [group for group in plan.groups for _ in range(group.num_devices)]
+    groups = _groups_of(plan, ranks_of_stages)
     return LaunchConfig(
         model=plan.model,
         global_batch_size=plan.global_batch_size,
@@ -98,8 +98,8 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
                 device_type=name,
                 virtual_nodes=nodes,
                 device=device,
-                state_share_bytes=None if plan.shard is None else groups[rank].state_share_bytes,
-                recompute=None if plan.shard is None else groups[rank].recompute == "full" or None,
+                state_share_bytes=groups[rank].state_share_bytes,
+                recompute=groups[rank].recompute == "full" or None,
             )
             for rank, ((name, device), nodes) in enumerate(workers)
         ),
@@ -252,6 +252,16 @@ def _nodes_of(plan: Plan, work: PipelineWork | None) -> list[tuple[VirtualNode, 
 
 def _states_devices(plan: Plan) -> bool:
     return all(g.first_device is not None for stage in plan.stages for g in stage.replicas)
+
+
+def _groups_of(plan: Plan, ranks_of_stages: Sequence[tuple[int, ...]]) -> dict[int, ReplicaGroup]:
+    """Rank -> the replicas that it is one of; with several stages on it, those of the last."""
+    found: dict[int, ReplicaGroup] = {}
+    for stage, ranks in zip(plan.stages, ranks_of_stages, strict=True):
+        held = [group for group in stage.replicas for _ in range(group.num_devices)]
+        # A stage of both directions has one replica, and a rank in each.
+        found.update(zip(ranks, held * (len(ranks) // len(held)), strict=True))
+    return found
 
 
 def _devices_of(

@@ -23,7 +23,7 @@ from ...schema.parallel import ParallelPool, ParallelProblem
 from ..effort import Effort
 from ..lp import LinearSession
 from .gradients import Rings
-from .space import OptionSpace, StageOption, fitting
+from .space import OptionSpace, StageOption, fitting_with
 
 _RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # between two types' prices
 _MOST_KNOWN = 64  # paths that a search for prices starts from
@@ -47,8 +47,8 @@ Path = tuple[tuple[int, int, int], ...]
 def first_by_memory(space: OptionSpace, in_flight: int) -> np.ndarray:
     """For each end the first layer from which a stage fits; behind all where none [options, e]."""
     firsts = []
-    for option in space.options:
-        has_room = fitting(option, in_flight)
+    for number, _ in enumerate(space.options):
+        has_room = fitting_with(space.options, space.unlike, number, in_flight)
         firsts.append(np.where(has_room.any(axis=0), has_room.argmax(axis=0), len(has_room)))
     return np.array(firsts)
 
@@ -58,7 +58,10 @@ def stage_levels(space: OptionSpace) -> np.ndarray | None:
     """All times that ``stage_seconds`` gives to stages that fit; None for very many layers."""
     if len(space.least_seconds) > _MOST_LAYERS_FOR_LEVELS:
         return None
-    found = [stage_seconds(option)[fitting(option, 1)] for option in space.options]
+    found = [
+        stage_seconds(option)[fitting_with(space.options, space.unlike, number, 1)]
+        for number, option in enumerate(space.options)
+    ]
     return np.unique(np.concatenate(found)) if found else np.zeros(0)
 
 
@@ -205,7 +208,13 @@ class Relaxation:
                 key = option.pool, option.tensor_parallel_size
                 if key not in kinds:
                     least = self.rings.least(*key)
-                    kinds[key] = least + self.update(option, slice(None), slice(None), least)
+                    # Shares may be unlike, but some replica has at least an equal one.
+                    with_it = [o for o in options if o.tensor_parallel_size == key[1]]
+                    own = with_it if self.space.unlike else [option]
+                    every = slice(None)
+                    kinds[key] = least + np.min(
+                        [self.update(each, every, every, least) for each in own], axis=0
+                    )
             self._exchange = np.array(
                 [kinds[option.pool, option.tensor_parallel_size] for option in options]
             )

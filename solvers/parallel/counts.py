@@ -22,22 +22,27 @@ Counts = tuple[tuple[int, ...], ...]
 
 
 def deal_to_places(
-    stages: Sequence[Sequence[Group]], num_replicas: int, pools: Sequence[ParallelPool]
+    stages: Sequence[Sequence[Group]],
+    fixed: Sequence[int],
+    num_replicas: int,
+    pools: Sequence[ParallelPool],
 ) -> Counts | None:
     """Deal as ``deal`` does; None also where servers do not hold what has to lie inside one.
 
     Args:
         stages: For each, its one or two groups.
+        fixed: For each, the replicas of its first group; 0 where that is free.
         num_replicas: d, of every stage.
         pools: Whose devices.
 
     Raises:
         UndecidedError: As ``deal``; or this dealing has no places, and another one might.
     """
-    counts = deal(stages, num_replicas, [pool.num_devices for pool in pools])
+    counts = deal(stages, num_replicas, [pool.num_devices for pool in pools], fixed)
     if counts is None or _has_places(stages, counts, pools):
         return counts
-    if num_replicas > 2 and any(len(stage) > 1 for stage in stages):
+    free = (len(stage) > 1 and not first for stage, first in zip(stages, fixed, strict=True))
+    if num_replicas > 2 and any(free):
         raise UndecidedError
     return None
 
@@ -64,7 +69,10 @@ def _has_places(
 
 
 def deal(
-    stages: Sequence[Sequence[Group]], num_replicas: int, num_devices: Sequence[int]
+    stages: Sequence[Sequence[Group]],
+    num_replicas: int,
+    num_devices: Sequence[int],
+    fixed: Sequence[int] = (),
 ) -> Counts | None:
     """How many replicas each stage has of each of its groups, each group at least one.
 
@@ -76,6 +84,7 @@ def deal(
         stages: For each, its one or two groups.
         num_replicas: d, of every stage.
         num_devices: Of each pool.
+        fixed: As in ``deal_to_places``; empty where all are free.
 
     Returns:
         Replicas by stage and group; None where no dealing stays within the pool.
@@ -83,13 +92,17 @@ def deal(
     Raises:
         UndecidedError: There are too many ways to try; only for three and more kinds of pairs.
     """
-    kinds = Counter(tuple(groups) for groups in stages)
+    known = list(fixed) or [0] * len(stages)
+    kinds = Counter(tuple(g) for g, first in zip(stages, known, strict=True) if not first)
     pairs = [kind for kind in kinds if len(kind) > 1]
     free = list(num_devices)
     for kind, number in kinds.items():
         for pool, devices in kind:
             # All that is certain: each replica of a single group, one of each group of a pair.
             free[pool] -= devices * number * (num_replicas if len(kind) == 1 else 1)
+    for groups, first in zip(stages, known, strict=True):
+        for (pool, devices), replicas in zip(groups, (first, num_replicas - first), strict=False):
+            free[pool] -= devices * replicas if first else 0
     if min(free) < 0:
         return None
     numbers = [kinds[kind] for kind in pairs]
@@ -98,8 +111,10 @@ def deal(
         return None
     left = dict(zip(pairs, dealt, strict=True))
     counts: list[tuple[int, ...]] = []
-    for groups in map(tuple, stages):
-        if len(groups) == 1:
+    for groups, first in zip(map(tuple, stages), known, strict=True):
+        if first:
+            counts.append((first, num_replicas - first))
+        elif len(groups) == 1:
             counts.append((num_replicas,))
         else:
             more = min(left[groups], num_replicas - 2)

@@ -7,6 +7,7 @@ the better ones are kept. Bounds and prices are those of ``bound.py``.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -15,11 +16,13 @@ import numpy as np
 from ...planning.costs.parallel_stage import gather_seconds
 from .bound import CappedRegion, Relaxation, price_rows
 from .counts import UndecidedError, deal_to_places
+from .space import unlike_shares
 
 _WORK_OF_A_LABEL = 2.0  # of ``Effort.tree_work``, for each stage that may come next
 _SLACK = 1 + 1e-12  # of sums of prices that meet a budget exactly
-Stages = tuple[tuple[int, int, tuple[int, ...]], ...]
-"""From the first to the last: start, end, and options by number."""
+Stages = tuple[tuple[int, int, tuple[int, ...], int], ...]
+"""From the first to the last: start, end, options by number, and the replicas of the first option
+where these share the optimizer's state unlike. Else 0: they are dealt last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class _Arcs:
     kind: np.ndarray
     start: np.ndarray
     mix: np.ndarray
+    """Its number, and for each replica that is fixed of its first type the number of mixes more."""
+    price: np.ndarray
     compute: np.ndarray
     update: np.ndarray
     reduce: np.ndarray
@@ -88,7 +93,11 @@ class Labels:
             if any(problem.pools[p].devices_per_server % n for p, n in every if p == each[0])
         )  # fmt: skip
         first = num_pools + len(pairs)
-        self._use = np.zeros((len(self._kinds), first + len(odd)), dtype=np.int32)
+        # Stages with unlike shares count apart: how many, and their replicas of the first type.
+        unlike = np.array([2 * max(kind.row - num_pools, 0) for kind in self._kinds], dtype=int)
+        self._unlike = first + len(odd) + unlike
+        columns = first + len(odd) + (2 * len(pairs) if space.unlike else 0)
+        self._use = np.zeros((len(self._kinds), columns), dtype=np.int32)
         for number, kind in enumerate(self._kinds):
             self._use[number, kind.row] = kind.groups[0][1] if len(kind.groups) == 1 else 1
             for group in kind.groups:
@@ -271,7 +280,7 @@ class Labels:
             "sent": sent,
             "kind": kind,
             "end": start,
-            "price": labels["price"][one] + self._price[kind],
+            "price": labels["price"][one] + arcs.price[arc],
             "parent": recorded + one,
             "mix": arcs.mix[arc],
         }
@@ -295,7 +304,7 @@ class Labels:
         kept["prices"] = labels["prices"][one] + self._prices[kind]
         needed = kept["prices"] + self._devices[placed + 1][:, start].T
         has_room = (needed <= self._worth * (1 + 1e-9)).all(axis=1)
-        kept["use"] = labels["use"][one] + self._use[kind]
+        kept["use"] = labels["use"][one] + self._used(kind, kept["mix"])
         self._open[placed + 1].append({name: each[has_room] for name, each in kept.items()})
         return found
 
@@ -323,7 +332,8 @@ class Labels:
             if steps[place] >= limit:
                 break
             label, kind = one[whole[place]], values["kind"][whole[place]]
-            use = (labels["use"][label] + self._use[kind]).tobytes()
+            own = self._used(kind[None], values["mix"][whole[place], None])[0]
+            use = (labels["use"][label] + own).tobytes()
             if use in self._undealt:
                 continue
             stages = self._stages(values, int(whole[place]))
@@ -342,10 +352,19 @@ class Labels:
         relaxation = self._relaxation
         groups = [
             tuple((self._options[o].pool, self._options[o].tensor_parallel_size) for o in mix)
-            for _, _, mix in stages
+            for _, _, mix, _ in stages
         ]
-        pools = relaxation.problem.pools
-        return deal_to_places(groups, relaxation.num_replicas, pools) is not None
+        pools, fixed = relaxation.problem.pools, [first for *_, first in stages]
+        return deal_to_places(groups, fixed, relaxation.num_replicas, pools) is not None
+
+    def _used(self, kind: np.ndarray, mix: np.ndarray) -> np.ndarray:
+        """What arcs use [arcs, columns], by their kinds and mixes."""
+        first = mix // len(self._mixes)
+        use: np.ndarray = np.where(first[:, None] > 0, 0, self._use[kind])
+        rows = np.flatnonzero(first)
+        use[rows, self._unlike[kind[rows]]] = 1
+        use[rows, self._unlike[kind[rows]] + 1] = first[rows]
+        return use
 
     def _record(self, labels: dict[str, np.ndarray], end: int) -> int:
         """Keep where these labels came from; returns the number of the first."""
@@ -362,7 +381,8 @@ class Labels:
             parents, mixes, ends = self._history[chunk]
             row = parent - self._firsts[chunk]
             end = int(ends[row])
-            stages.append((start, end, self._mixes[mix]))
+            first, number = divmod(mix, len(self._mixes))
+            stages.append((start, end, self._mixes[number], first))
             start, mix, parent = end, int(mixes[row]), int(parents[row])
         return tuple(stages)
 
@@ -390,22 +410,71 @@ class Labels:
         rows, starts = np.arange(len(best))[:, None], np.arange(end)[None, :]
         fastest = each[rows, best, starts]
         alone = np.maximum(longest[first], longest[second])[rows, best, starts]
-        extra = fastest + self._back[:, :end] + self._price[:, None] - self._rest[placed][end]
-        extra += self._rest[placed + 1][None, :end]
-        extra += 0.0 if is_last else self._sent[:, end, None]
-        kind, start = np.nonzero((alone <= region.high_seconds * _SLACK) & (extra < inf))
+        updates = self._update_at[:, :end]
+        if not self._sailor:
+            updates = self._update_sums[:, end, None] - self._update_sums[:, :end]
+        update = np.maximum(updates[self._pairs[:, 0, 0]], updates[self._pairs[:, 0, 1]])
+        kind, start = np.nonzero((alone <= region.high_seconds * _SLACK) & (fastest < inf))
+        chosen, price = self._variants[kind, best[kind, start]], self._price[kind]
+        even = (kind, start, chosen, price, fastest[kind, start], update[kind, start])
+        found = [even, *self._unlike_arcs(placed, end, updates, fastest, update)]
+        kind, start, mix, price, own, update = map(np.concatenate, zip(*found, strict=True))
+        extra = own + self._back[kind, start] + price - self._rest[placed][end]
+        extra += self._rest[placed + 1][start]
+        extra += 0.0 if is_last else self._sent[kind, end]
         reduce = self._reduce[self._ring_of[kind], start, end]
         gathers = gather_seconds(1.0) * reduce if self._is_sharded else 0.0
-        mix = self._variants[kind, best[kind, start]]
-        own_update = self._update_at[:, start]
-        if not self._sailor:
-            own_update = self._update_sums[:, end, None] - self._update_sums[:, start]
-        options = self._pairs[kind, 0]
-        arcs = np.arange(len(kind))
-        update = np.maximum(own_update[options[:, 0], arcs], own_update[options[:, 1], arcs])
-        return _Arcs(
-            kind, start, mix, fastest[kind, start], update + gathers, reduce, extra[kind, start]
-        )
+        arcs = (kind, start, mix, price, own, update + gathers, reduce, extra)
+        is_open = extra < inf
+        return _Arcs(*(each[is_open] for each in arcs))
+
+    def _unlike_arcs(
+        self,
+        placed: int,
+        end: int,
+        updates: np.ndarray,
+        fastest: np.ndarray,
+        equal: np.ndarray,
+    ) -> Iterator[tuple[np.ndarray, ...]]:
+        """Arcs of stages that share the optimizer's state unlike, for each number of replicas.
+
+        Args:
+            placed: Stages behind.
+            end: The layer behind the stages.
+            updates: [options, starts] seconds with equal shares.
+            fastest: [kinds, starts] compute of the arcs with equal shares; infinite where none.
+            equal: [kinds, starts] their updates.
+        """
+        in_flight, region = min(placed + 1, self._m), self.region
+        count = np.arange(1, self._relaxation.num_replicas)
+        pairs = {frozenset(pair): pair for pair in self._relaxation.space.unlike}
+        for kind, variants in enumerate(self._variants):
+            for mix in variants if pairs else ():
+                if frozenset(self._mixes[mix]) not in pairs:
+                    continue
+                both = list(pairs[frozenset(self._mixes[mix])])
+                options = [self._options[o] for o in both]
+                stages = np.s_[:end, end]
+                fits, *shares = unlike_shares(options[0], options[1], count, stages, in_flight)
+                own = self._sums[both, end, None] - self._sums[both, :end]
+                alone = own + self._own_back[both, :end]
+                alone += (
+                    0.0 if end == self._relaxation.size - 1 else self._own_sent[both, end, None]
+                )
+                fits &= (alone.max(axis=0) <= region.high_seconds * _SLACK)[:, None]
+                times = [o.times_equal(s.T, stages).T for o, s in zip(options, shares, strict=True)]
+                update = np.max(updates[both][:, :, None] * np.array(times), axis=0)
+                own = own.max(axis=0)
+                fits &= (own < fastest[kind])[:, None] | (update < equal[kind][:, None])
+                start, column = np.nonzero(fits)
+                is_first = self._mixes[mix][0] == both[1]
+                first = count[column] if is_first else count[::-1][column]
+                low, high = (region.prices[o.pool] * o.tensor_parallel_size for o in options)
+                price = (count * high + count[::-1] * low) / (len(count) + 1)
+                yield (
+                    np.full(len(start), kind), start, mix + len(self._mixes) * first,
+                    price[column], own[start], update[start, column],
+                )  # fmt: skip
 
 
 def _undominated(labels: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from .bound import Path, Relaxation
 from .counts import UndecidedError, deal_to_places
 from .gradients import Rings
 from .labels import Stages
-from .space import ROOM, OptionSpace
+from .space import ROOM, OptionSpace, unlike_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class StageChoice:
     transfer_seconds: float
     reduce_seconds: float
     update_seconds: float
+    shares: tuple[int, ...]
+    """Bytes of weights whose state a replica of each option keeps; empty where shares are equal."""
     replicas: tuple[int, ...] = ()
 
 
@@ -118,7 +120,7 @@ class ReplicaSearch:
         """The plans of a single stage that fit and take less than ``below`` seconds."""
         for mix in self.mixes:
             if all(self.space.options[o].fits(0, self.size, 1) for o in mix):
-                found = self.found(((0, self.size, mix),), below)
+                found = self.found(((0, self.size, mix, 0),), below)
                 if found is not None:
                     yield found
 
@@ -164,7 +166,7 @@ class ReplicaSearch:
         """
         if len(path) > self.most_stages:
             return None
-        stages: list[tuple[int, int, tuple[int, ...]]] = []
+        stages: list[tuple[int, int, tuple[int, ...], int]] = []
         for number, (option, start, end) in enumerate(path):
             in_flight = min(len(path) - number, self.num_microbatches)
             alike = self._alike[option]
@@ -173,7 +175,7 @@ class ReplicaSearch:
             )
             if fitting is None:
                 return None
-            stages.append((start, end, (fitting,)))
+            stages.append((start, end, (fitting,), 0))
         return self.found(tuple(stages), below)
 
     @cached_property
@@ -195,15 +197,19 @@ class ReplicaSearch:
         boundaries = [
             [options[o] for o in (*before[2], *after[2])] for before, after in pairwise(stages)
         ]
-        ends = [end for _, end, _ in stages]
+        ends = [end for _, end, *_ in stages]
         between = self.space.between
         crossing = [
             0.0 if between is None else float(between[np.ix_(before[2], after[2])][..., end].max())
             for end, (before, after) in zip(ends, pairwise(stages), strict=False)
         ]
         chosen = []
-        for number, (start, end, mix) in enumerate(stages):
+        for number, (start, end, mix, first) in enumerate(stages):
             own = [options[o] for o in mix]
+            shares: tuple[int, ...] = ()
+            if first:
+                in_flight = min(p - number, self.num_microbatches)
+                shares = unlike_of(self.space, mix, first, (start, end), in_flight)
             is_first, is_last = number == 0, number == p - 1
             transfer = transfer_seconds(
                 self.problem.cost_rule,
@@ -233,7 +239,8 @@ class ReplicaSearch:
                     compute_seconds=max(o.seconds[end] - o.seconds[start] for o in own),
                     transfer_seconds=transfer,
                     reduce_seconds=reduce,
-                    update_seconds=self._update(start, end, mix, reduce),
+                    update_seconds=self._update(start, end, mix, shares, reduce),
+                    shares=shares,
                 )
             )
         total = step_seconds(
@@ -246,10 +253,11 @@ class ReplicaSearch:
             return None
         groups = [
             tuple((options[o].pool, options[o].tensor_parallel_size) for o in mix)
-            for _, _, mix in stages
+            for _, _, mix, _ in stages
         ]
+        fixed = [first for *_, first in stages]
         try:
-            counts = deal_to_places(groups, self.d, self.problem.pools)
+            counts = deal_to_places(groups, fixed, self.d, self.problem.pools)
         except UndecidedError:
             return None
         if counts is None:
@@ -263,10 +271,17 @@ class ReplicaSearch:
     def _rings(self) -> Rings:
         return Rings(self.problem, self.d, self.effort)
 
-    def _update(self, start: int, end: int, mix: tuple[int, ...], reduce: float) -> float:
+    def _update(
+        self, start: int, end: int, mix: tuple[int, ...], shares: tuple[int, ...], reduce: float
+    ) -> float:
         """The optimizer update of a stage on that mix, with what it exchanges."""
         options = [self.space.options[o] for o in mix]
         gathers = gather_seconds(reduce) if self.problem.shard_optimizer else 0.0
         if self.problem.cost_rule == "sailor":
-            return max(option.update_at[start] for option in options) + gathers
-        return max(option.updates[end] - option.updates[start] for option in options) + gathers
+            each = [option.update_at[start] for option in options]
+        else:
+            each = [option.updates[end] - option.updates[start] for option in options]
+        if shares:
+            parts = zip(options, shares, each, strict=True)
+            each = [whole * float(o.times_equal(own, (start, end))) for o, own, whole in parts]
+        return max(each) + gathers

@@ -452,7 +452,7 @@ def _proof(problem: ParallelProblem, step: float, bound: float) -> Proof:
 
 def _stage(problem: ParallelProblem, found: FoundPlan, choice: StageChoice, from_end: int) -> Stage:
     options = [found.space.options[o] for o in choice.mix]
-    in_flight = min(from_end, found.num_microbatches)
+    held = choice.start, choice.end, min(from_end, found.num_microbatches)
     shares = shares_of(
         problem.global_batch_size,
         choice.replicas,
@@ -469,9 +469,18 @@ def _stage(problem: ParallelProblem, found: FoundPlan, choice: StageChoice, from
                 samples=samples,
                 virtual_nodes=found.num_microbatches,
                 virtual_node_batch_size=found.space.microbatch_size,
-                memory_bytes=round(option.stage_memory(choice.start, choice.end, in_flight)),
+                memory_bytes=round(
+                    option.stage_memory(*held) if kept is None else option.memory_with(kept, *held)
+                ),
+                state_share_bytes=kept,
             )
-            for option, count, samples in zip(options, choice.replicas, shares, strict=True)
+            for option, count, samples, kept in zip(
+                options,
+                choice.replicas,
+                shares,
+                choice.shares or (None,) * len(options),
+                strict=True,
+            )
         ),
         compute_seconds=choice.compute_seconds,
         transfer_seconds=choice.transfer_seconds,
@@ -548,7 +557,10 @@ def _placed_sentence(problem: ParallelProblem) -> str:
 def _sharded_sentence(problem: ParallelProblem) -> str:
     if not problem.shard_optimizer:
         return ""
-    return "; the replicas of a stage have one tensor degree and share the optimizer's state"
+    return (
+        "; the replicas of a stage have one tensor degree and share the optimizer's state, equally "
+        "or, where that does not fit on both types, as evenly as memory allows"
+    )
 
 
 def _interleaved_sentence(problem: ParallelProblem) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, combinations, product
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,9 @@ class StageOption:
     A stage of layers ``start`` to ``end - 1`` takes ``seconds[end] - seconds[start]``; likewise
     ``weights`` (bytes that count in memory) and ``stashed`` (bytes of a microbatch). Of a sharded
     optimizer's state, ``weights`` holds 1/d, and a stage holds the most of its layers'
-    ``uneven`` on top (``space_of``). With selective recomputation ``stashed`` is what is kept, and
-    a backward pass holds the most of its layers' ``cores`` on top.
+    ``uneven`` on top (``space_of``); each byte of ``shared`` (prefix sums of weights) has
+    ``state_bytes``. With selective recomputation ``stashed`` is what is kept, and a backward pass
+    holds the most of its layers' ``cores`` on top.
 
     ``output_seconds[end]`` is sending its output on, ``gradient_seconds[start]`` sending its
     input's gradient back, ``updates`` the prefix sums of the update and ``update_at`` each layer's.
@@ -42,13 +44,51 @@ class StageOption:
     updates: tuple[float, ...]
     update_at: tuple[float, ...]
     reserved_bytes: int
+    num_replicas: int
+    state_bytes: float
     uneven: tuple[float, ...] = ()
+    shared: tuple[int, ...] = ()
     cores: tuple[float, ...] = ()
 
     def stage_memory(self, start: int, end: int, num_in_flight: int) -> float:
         """Bytes on each device that holds the stage."""
         once, each = _held(self)
         return float(once[start, end] + num_in_flight * each[start, end])
+
+    def memory_with(self, share: int, start: int, end: int, num_in_flight: int) -> float:
+        """``stage_memory`` of a replica that keeps the state of ``share`` bytes of weights.
+
+        As layers are dealt whole, it is up to (d - 1) / d of the largest one more.
+        """
+        whole, uneven = self.state_bytes * _weights(self)[start, end], self.uneven_bytes(start, end)
+        kept = min(self.state_bytes * share + uneven, whole) if share else 0.0
+        even = whole / self.num_replicas + uneven
+        return float(self.stage_memory(start, end, num_in_flight) - even + kept)
+
+    def share_rooms(self, stages: Any, num_in_flight: int) -> np.ndarray:
+        """The most weights in bytes whose state a replica can keep: the ``share`` that fits.
+
+        Negative where it does not even fit without.
+
+        Args:
+            stages: What to take of tables [starts, ends].
+            num_in_flight: Microbatches.
+        """
+        whole: np.ndarray = _weights(self)[stages]
+        if self.memory_bytes is None:
+            return whole
+        once, each = _held(self)
+        uneven = most_uneven(self)[stages] / self.state_bytes
+        held = once[stages] + num_in_flight * each[stages] - self.memory_bytes * ROOM
+        free = whole / self.num_replicas + uneven - held / self.state_bytes
+        part = np.floor(np.clip(free - uneven, 0.0, whole)).astype(int)
+        rooms: np.ndarray = np.where(free >= whole, whole, np.where(free < 0, -1, part))
+        return rooms
+
+    def times_equal(self, share: "np.ndarray | int", stages: Any) -> np.ndarray:
+        """A share of stages' weights over an equal one; of tables [starts, ends]."""
+        found: np.ndarray = share * self.num_replicas / np.maximum(_weights(self)[stages], 1)
+        return found
 
     def uneven_bytes(self, start: int, end: int) -> float:
         """What the fullest replica holds beyond an equal share of the optimizer's state."""
@@ -72,6 +112,57 @@ class StageOption:
         held = once[:end, end] + num_in_flight * each[:end, end]
         fits: np.ndarray = held <= self.memory_bytes * ROOM
         return fits
+
+
+def unlike_shares(
+    smaller: StageOption, larger: StageOption, count: np.ndarray, stages: Any, num_in_flight: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Shares of the state on types of unlike memory, where equal ones do not fit.
+
+    They are as even as memory allows: replicas with less memory are full, others share the rest.
+
+    Args:
+        smaller: The type with less memory.
+        larger: The other type, at the same degree and recomputation.
+        count: [counts] replicas of the larger type, from 1 to d - 1.
+        stages: What to take of tables [starts, ends].
+        num_in_flight: Microbatches.
+
+    Returns:
+        [stages, counts] whether there are such shares, and the bytes of weights whose state a
+        replica of each type keeps.
+    """
+    d, whole = smaller.num_replicas, _weights(smaller)[stages][..., None]
+    low, high = (o.share_rooms(stages, num_in_flight)[..., None] for o in (smaller, larger))
+    rest = -((whole - (d - count) * low) // -count)
+    once, each = _held(smaller)
+    assert smaller.memory_bytes is not None  # the other one has more
+    is_full = once[stages] + num_in_flight * each[stages] > smaller.memory_bytes * ROOM
+    fits = (low >= 0) & (rest <= high) & (whole > 0) & is_full[..., None]
+    return fits, np.broadcast_to(low, rest.shape), rest
+
+
+def unlike_of(
+    space: "OptionSpace",
+    mix: tuple[int, ...],
+    first: int,
+    stage: tuple[int, int],
+    num_in_flight: int,
+) -> tuple[int, ...]:
+    """The shares of a stage of two options with so many replicas of the first, in bytes."""
+    smaller, larger = next(pair for pair in space.unlike if set(pair) == set(mix))
+    options, d = space.options, space.options[smaller].num_replicas
+    count = np.array([first if mix[0] == larger else d - first])
+    _, low, high = unlike_shares(options[smaller], options[larger], count, stage, num_in_flight)
+    return tuple(int((low if o == smaller else high).item()) for o in mix)
+
+
+@lru_cache(maxsize=512)
+def _weights(option: StageOption) -> np.ndarray:
+    """Bytes of weights whose state is shared [starts, ends]; negative where no stage is."""
+    sums = np.array(option.shared)
+    whole: np.ndarray = sums[None, :] - sums[:, None]
+    return whole
 
 
 @lru_cache(maxsize=512)
@@ -104,6 +195,21 @@ def fitting(option: StageOption, num_in_flight: int) -> np.ndarray:
     return fits
 
 
+def fitting_with(
+    options: tuple[StageOption, ...],
+    unlike: tuple[tuple[int, int], ...],
+    number: int,
+    num_in_flight: int,
+) -> np.ndarray:
+    """Whether stages [starts, ends] may hold replicas of an option, alone or with another type."""
+    fits, num_replicas = fitting(options[number], num_in_flight), options[number].num_replicas
+    for smaller, larger in unlike:
+        if number in (smaller, larger):
+            both, most = (options[smaller], options[larger]), np.array([num_replicas - 1])
+            fits = fits | unlike_shares(*both, most, np.s_[:, :], num_in_flight)[0][..., 0]
+    return fits
+
+
 @lru_cache(maxsize=512)
 def _held(option: StageOption) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of stages once, and for each microbatch in flight [starts, ends]."""
@@ -124,6 +230,8 @@ class OptionSpace:
     microbatch_size: int
     options: tuple[StageOption, ...]
     mixes: tuple[tuple[int, ...], ...]
+    unlike: tuple[tuple[int, int], ...]
+    """The mixes that may share the optimizer's state unlike: the type with less memory first."""
     least_seconds: tuple[float, ...]
     """Prefix sums of each layer's time on the option that is fastest for it."""
     least_worth: float
@@ -183,7 +291,8 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
 
     Replicas of one degree share the state of a sharded optimizer. Each parameter is kept by one of
     them. Of the s bytes of a stage, m are its largest layer's. The fullest of d then holds at most
-    (s + (d - 1) m) / d of them (Graham, 1969).
+    (s + (d - 1) m) / d of them (Graham, 1969). With a share f in place of 1/d it holds at most
+    f s + (d - 1) m / d: who is furthest below its share gets the next parameter.
 
     Args:
         problem: Whose tables.
@@ -211,11 +320,16 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
         * (np.diff(o.weights) + (0.0 if o.recompute == "full" else np.diff(o.stashed)))
         for o in options
     ]
-    least_worth, worth_per_second, layer_costs = _worths(problem, options)
+    rooms = [inf if o.memory_bytes is None else o.memory_bytes for o in options]
+    both = [tuple(sorted(mix, key=rooms.__getitem__)) for mix in mixes if len(mix) == 2]
+    is_shared = num_replicas > 1 and problem.state_bytes_per_weight_byte > 0
+    unlike = tuple((a, b) for a, b in both if is_shared and rooms[a] < rooms[b])
+    least_worth, worth_per_second, layer_costs = _worths(problem, options, unlike)
     return OptionSpace(
         microbatch_size=microbatch_size,
         options=options,
         mixes=tuple(mixes),
+        unlike=unlike,
         least_seconds=tuple(_prefix(best)),
         least_worth=least_worth,
         worth_per_second=worth_per_second,
@@ -253,15 +367,16 @@ def _may_mix(
 
 
 def _worths(
-    problem: ParallelProblem, options: tuple[StageOption, ...]
+    problem: ParallelProblem, options: tuple[StageOption, ...], unlike: tuple[tuple[int, int], ...]
 ) -> tuple[float, float, np.ndarray]:
     """``least_worth``, ``worth_per_second`` and ``layer_costs`` of a space.
 
     A layer that does not even fit alone costs nothing less than infinity.
     """
     kinds: dict[tuple[int, int], np.ndarray] = {}
-    for option in options:
-        held = [option.fits(i, i + 1, 1) for i in range(len(problem.layers))]
+    layers = np.arange(len(problem.layers))
+    for number, option in enumerate(options):
+        held = fitting_with(options, unlike, number, 1)[layers, layers + 1]
         seconds = np.where(held, np.diff(option.seconds), inf)
         key = option.pool, option.tensor_parallel_size
         kinds[key] = np.minimum(kinds.get(key, inf), seconds)
@@ -353,7 +468,10 @@ def _option(
         updates=tuple(_prefix(updates)),
         update_at=updates,
         reserved_bytes=problem.reserved_bytes,
+        num_replicas=d,
+        state_bytes=state,
         uneven=tuple(state * w * (d - 1) / d for w in sizes.weight_bytes) if state else (),
+        shared=tuple(accumulate(sizes.weight_bytes, initial=0)) if state else (),
         cores=tuple(microbatch_size * c for c in sizes.core_bytes) if is_selective else (),
     )
 

@@ -105,6 +105,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "zoo-tokens": ("zoo:sgd:clip", [(WHOLE, (2,))]),
         "d2": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "d2-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
+        "d2-unlike-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "zoo-cores": ("zoo:sgd:clip", [(WHOLE, (2,))]),
     }),
     "t2-more": (2, {
@@ -180,6 +181,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "chunks-again": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
         "d2-again": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "d2-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
+        "d2-unlike-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "chunks-d2-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
     }),
     "p2-t2-d2": (8, {
@@ -191,6 +193,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
     "t2-d2": (4, {
         "zoo": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "zoo-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
+        "zoo-unlike-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "tokens": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "again": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "t4": ("zoo:sgd:clip", [(WHOLE, (4,))]),
@@ -227,13 +230,20 @@ def planned(key: str, stages: list) -> Plan:
     """The plan of a case.
 
     "tokens" has sequence parallelism, "again" recomputes, "cores" recomputes attention cores,
-    "chunks" is interleaved, "shards" shares the optimizer's state.
+    "chunks" is interleaved, "shards" shares the optimizer's state, "unlike" as 1 to 3.
     """
     plan = parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1)
     plan = replace(plan, sequence_parallel="tokens" in key or None)
     plan = replace(plan, shard_optimizer="shards" in key or None)
     if key.startswith("exported"):
         plan = replace(plan, trace=TRACES[key.split("-")[1]])
+    if "unlike" in key:
+        stages = []
+        for stage in plan.stages:
+            groups = zip(stage.replicas, (1000, 3000), strict=True)
+            replicas = tuple(replace(group, state_share_bytes=share) for group, share in groups)
+            stages.append(replace(stage, replicas=replicas))
+        plan = replace(plan, stages=tuple(stages))
     kind = {"again": "full", "cores": "selective"}.get(key.rpartition("-")[2], "none")
     return replace(plan, stages=tuple(replace(stage, recompute=kind) for stage in plan.stages))
 
@@ -300,12 +310,20 @@ def test_trainings_equal_one_process(
 def test_sharded_state_and_recomputed_cores_give_the_same_bits(
     world: str, name: str, worlds: Worlds
 ) -> None:
-    plain = name.removesuffix("-shards").removesuffix("-cores")
+    plain = name.removesuffix("-shards").removesuffix("-unlike").removesuffix("-cores")
     for answer in worlds[world]:
         found, expected = answer[name], answer[plain]
         assert (found["losses"], found["norms"]) == (expected["losses"], expected["norms"])
         for key, value in expected["state"].items():
             assert torch.equal(found["state"][key], value), key
+
+
+@pytest.mark.parametrize("name", ["d2-unlike-shards"])
+def test_unlike_replicas_share_the_state_unlike(name: str, worlds: Worlds) -> None:
+    """Shares of 1 to 3; parameters stay whole, and the largest is a sixth of all here."""
+    less, more = (answer[name]["kept"] for answer in worlds["t2"])
+    assert less + more == worlds["t2"][0]["d2"]["kept"]
+    assert 2 < more / less < 4
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Small problems of three dimensions, and every plan of their space, counted by the checker."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import strategies as st
@@ -81,7 +82,7 @@ def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Plan]:
                 continue
             if not all(has_places([dealt for dealt, _ in chosen], pool) for pool in problem.pools):
                 continue
-            yield built(problem, size, rounds, cuts, chosen)
+            yield shared(built(problem, size, rounds, cuts, chosen), problem)
 
 
 def has_places(stages: list[tuple[tuple[tuple[str, int], int], ...]], pool: ParallelPool) -> bool:
@@ -139,6 +140,48 @@ def built(problem, size, rounds, cuts, chosen) -> Plan:  # type: ignore[no-untyp
         predicted=NOTHING,
         proof=UNPROVED,
     )
+
+
+def shared(plan: Plan, problem: ParallelProblem) -> Plan:
+    """The plan with unlike shares in stages of two types that equal ones do not fit.
+
+    The type with less memory keeps what it has room for, byte by byte, and the other the rest.
+    """
+    room = {pool.device_type: pool.memory_bytes or 1 << 40 for pool in problem.pools}
+
+    def is_too_much(plan: Plan, number: int) -> list[bool]:
+        counted = counted_memory(plan, problem, number)
+        groups = plan.stages[number].replicas
+        return [
+            held > room[group.device_type] * (1 + 1e-9)
+            for group, held in zip(groups, counted, strict=True)
+        ]
+
+    def given(number: int, small: int, share: int) -> Plan:
+        stage, groups = plan.stages[number], list(plan.stages[number].replicas)
+        sizes = problem.sizes_of(groups[0].tensor_parallel_size)
+        assert sizes is not None
+        whole = sum(sizes.weight_bytes[problem.layers.index(name)] for name in stage.layers)
+        rest = -(-(whole - groups[small].num_replicas * share) // groups[1 - small].num_replicas)
+        for place, own in ((small, share), (1 - small, max(rest, 0))):
+            groups[place] = replace(groups[place], state_share_bytes=own)
+        stages = list(plan.stages)
+        stages[number] = replace(stage, replicas=tuple(groups))
+        return replace(plan, stages=tuple(stages))
+
+    for number, stage in enumerate(plan.stages):
+        types = [group.device_type for group in stage.replicas]
+        if not problem.shard_optimizer or len(types) < 2 or room[types[0]] == room[types[1]]:
+            continue
+        small = types.index(min(types, key=room.__getitem__))
+        if is_too_much(plan, number)[small]:
+            fitting = [
+                share
+                for share in range(25)  # the most weights of a problem are 24 bytes
+                if not is_too_much(given(number, small, share), number)[small]
+            ]
+            plan = given(number, small, max(fitting)) if fitting else plan
+    return plan
 
 
 def fits(plan: Plan, problem: ParallelProblem) -> bool:

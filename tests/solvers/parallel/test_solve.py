@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hetflow.planning.checks.parallel import check
+from hetflow.planning.checks.parallel_bound import is_proved
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.parallel import (
     DegreeLink,
@@ -16,6 +18,7 @@ from hetflow.schema.parallel import (
     ShardSizes,
     ShardTimes,
 )
+from hetflow.schema.plan import ParallelCertificate
 from hetflow.solvers.parallel.counts import deal
 from hetflow.solvers.parallel.shortfall import missing_bytes, smallest_pools
 from hetflow.solvers.parallel.solve import solve
@@ -89,6 +92,66 @@ def test_replicas_that_share_the_state_need_less_memory() -> None:
     less = replace(sharded, pools=(replace(sharded.pools[0], memory_bytes=room - 1),))
     with pytest.raises(InfeasibleError):
         solve(less)
+
+
+@st.composite
+def of_unlike_memory(draw: st.DrawFn) -> ParallelProblem:
+    """Two types of few devices, whose replicas share the optimizer's state."""
+    problem = draw(problems().filter(lambda problem: len(problem.pools) == 2))
+    memory = draw(st.sampled_from([(30, 60), (25, 100), (40, 20), (50, 16)]))
+    pools = tuple(
+        replace(pool, num_devices=draw(st.integers(1, 3)), memory_bytes=room)
+        for pool, room in zip(problem.pools, memory, strict=True)
+    )
+    return replace(problem, pools=pools, shard_optimizer=True)
+
+
+@settings(max_examples=examples(40))
+@given(of_unlike_memory())
+def test_unlike_replicas_share_the_state_by_memory(problem: ParallelProblem) -> None:
+    """Exact, and no judge proves more: every dealing of replicas, and share byte by byte."""
+    expected = fastest(problem)
+    if expected is None:
+        with pytest.raises((InfeasibleError, ProblemError)):
+            solve(problem)
+        return
+    plan = solve(problem)
+    verdict = check(plan, problem)
+    assert verdict == []
+    assert verdict.bound == ("replayed" if problem.cost_rule == "hetflow" else "stated")
+    assert plan.predicted.step_seconds == pytest.approx(expected, rel=1e-9)
+    priced = plan.proof.certificate
+    assert isinstance(priced, ParallelCertificate)
+    assert not is_proved(problem, expected * (1 + 1e-6), priced.priced)
+
+
+def test_a_small_device_beside_a_large_one_keeps_less_of_the_state() -> None:
+    """Of 4 layers each device holds weights and gradients (8 MiB) and what a sample keeps."""
+    problem = replace(two_types(), optimizer=ADAM, shard_optimizer=True, most_stages=1)
+    mib, (fast, slow) = 1 << 20, problem.pools
+    rooms = (8 + 8, 8 + 2.5)  # beside that: all of the state; 1 MiB and 3/4 of a layer's 2
+    pools = tuple(
+        replace(pool, num_devices=1, times=pool.times[:1], memory_bytes=int(room * mib) + 4_000_000)
+        for pool, room in zip((fast, slow), rooms, strict=True)
+    )
+    problem = replace(problem, pools=pools)
+    plan = solve(problem)
+    assert check(plan, problem).bound == "replayed"
+    shares = {group.device_type: group for group in plan.stages[0].replicas}
+    assert shares["slow"].memory_bytes == pools[1].memory_bytes
+    assert shares["slow"].state_share_bytes == int(0.75 * mib)  # of 4 MiB of weights, 2 bytes each
+    assert shares["fast"].state_share_bytes == int(3.25 * mib)
+    half = 2 * mib / 1e9
+    assert plan.stages[0].update_seconds == pytest.approx(0.4 * 3.25 / 4 + half)
+    too_little = tuple(
+        replace(group, state_share_bytes=(group.state_share_bytes or 0) - 1)
+        for group in plan.stages[0].replicas
+    )
+    stage = replace(plan.stages[0], replicas=too_little)
+    assert "the shares hold the states of" in check(replace(plan, stages=(stage,)), problem)[0]
+    smaller = replace(pools[1], memory_bytes=8 * mib + 4_000_000 - 1)  # not even without state
+    alone = solve(replace(problem, pools=(pools[0], smaller)))
+    assert alone.num_devices == 1
 
 
 def test_more_devices_never_hurt_and_faster_ones_scale() -> None:
@@ -204,6 +267,9 @@ def test_dealing_takes_what_the_pool_has() -> None:
     stages = [((0, 1), (1, 2)), ((0, 1), (1, 2))]
     assert deal(stages, 3, [3, 6]) in (((1, 2), (2, 1)), ((2, 1), (1, 2)))
     assert deal(stages, 3, [3, 5]) is None
+    # One of them with shares by memory has as many of each type as its memory wants.
+    assert deal(stages, 3, [3, 6], [1, 0]) == ((1, 2), (2, 1))
+    assert deal(stages, 3, [3, 6], [1, 1]) is None
 
 
 def test_two_types_in_a_line_are_found() -> None:
