@@ -18,7 +18,7 @@ from ...clusters.mechanisms.cluster.active import Active
 from ...solvers.allocation.engine import solve_alone
 from ...solvers.allocation.interior import over_rows, solved_small
 from ...solvers.allocation.las import WarmMaxMin
-from ...solvers.allocation.program import Bools, Floats, FractionProgram, Ints
+from ...solvers.allocation.program import Bools, Floats, Ints, max_min_program
 
 MAX_ITERATIONS = 40
 _DONE = 1e-6  # relative change of the last step; the next one would be its square
@@ -224,7 +224,11 @@ class CentreLas(WarmLas):
             self._roomy = face.fixed and not face.full.any()
             found = self._from_last(face, present)
             if found is None:
-                found = _near_centre(face, program.rates(present))
+                # By the interior point method, which ends before the centre but never fails.
+                rate = program.rates(present).T
+                found = solve_alone(
+                    max_min_program(face.count, rate, face.scale, face.level, face.capacity)
+                ).x.T
         self._centre[:, present] = found
         return Shares(self._centre[:, of])
 
@@ -236,28 +240,6 @@ class CentreLas(WarmLas):
         face = replace(face, capacity=np.where(face.capacity > 0, face.capacity, 1.0))
         start = self._centre[:, present]
         return centre(face, np.where(start > 0, start, 0.5 / open_))
-
-
-def _near_centre(face: Face, rate: Floats) -> Floats:
-    """By the interior point method, which ends before the centre but never fails."""
-    zero = np.zeros(len(face.count))
-    found = solve_alone(
-        FractionProgram(
-            count=face.count,
-            rate=rate.T,
-            usage=np.repeat(face.scale[:, None], len(face.capacity), axis=1),
-            gain=np.zeros_like(rate.T),
-            resources=np.eye(len(face.capacity)),
-            capacity=face.capacity,
-            level=face.level,
-            floor=zero,
-            demands=np.ones(len(face.count), dtype=bool),
-            level_weight=1.0,
-            level_capacity=np.zeros_like(face.capacity),
-        )
-    )
-    answer: Floats = found.x.T
-    return answer
 
 
 def centre(face: Face, start: Floats) -> Floats | None:

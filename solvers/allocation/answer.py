@@ -127,12 +127,13 @@ def allocate(
     outcome = solve(seen, chosen, fills=fills)
     idle, usable = idle_devices(seen, outcome)
     types = instance.resource_names[: instance.num_types]
+    reached = effective_throughput(instance, outcome)
     return Allocation(
         policy=policy,
         heterogeneity=problem.heterogeneity,
         x=_shares(instance, outcome),
         pairs=_pairs(instance, outcome),
-        throughputs=dict(zip(map(str, instance.ids), _effective(instance, outcome), strict=True)),
+        throughputs=dict(zip(map(str, instance.ids), reached.tolist(), strict=True)),
         certificate=_certificate(instance, chosen, outcome),
         left_out=left_out,
         fill="lexicographic" if outcome.is_filled else None,
@@ -200,10 +201,6 @@ def effective_throughput(instance: Instance, outcome: Outcome) -> Floats:
         np.add.at(reached, a, rate[kind[a], kind[b], c] * time)
         np.add.at(reached, b, rate[kind[b], kind[a], c] * time)
     return reached
-
-
-def _effective(instance: Instance, outcome: Outcome) -> list[float]:
-    return [float(value) for value in effective_throughput(instance, outcome)]
 
 
 def _shares(instance: Instance, outcome: Outcome) -> dict[str, dict[str, float]]:

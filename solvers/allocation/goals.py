@@ -46,8 +46,18 @@ class MaxMin:
     allowed: Bools | None = None
 
     def optimise(self, instance: Instance) -> Outcome:
-        """See ``max_min``."""
-        return max_min(instance, self)
+        """One linear program."""
+        if self.allowed is not None:
+            instance = replace(instance, rate=np.where(self.allowed, instance.rate, 0.0))
+        program = instance.program(level=self.level)
+        if self.dollars is not None:
+            program = replace(
+                program,
+                resources=np.vstack((program.resources, self.dollars)),
+                capacity=np.append(program.capacity, 0.0),
+                level_capacity=np.append(program.level_capacity, self.budget),
+            )
+        return optimise(instance, program)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +75,17 @@ class Total:
     unit: float = 0.0
 
     def optimise(self, instance: Instance) -> Outcome:
-        """See ``total``."""
-        return total(instance, self)
+        """Solve a total, after making sure that its floors can be met together.
+
+        Raises:
+            InfeasibleError: They cannot; it says which jobs, and by how much.
+        """
+        floor = self.floor
+        if floor is not None and (floor > 0).any():
+            floor = floor * (1.0 + FLOOR_MARGIN * (_room(instance, floor) > 1e-8))
+        worth, charge = self.worth, self.charge
+        program = instance.program(worth=worth, floor=floor, charge=charge, unit=self.unit)
+        return optimise(instance, program, worth, charge)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +97,38 @@ class Ratio:
     floor: Floats | None = None
 
     def optimise(self, instance: Instance) -> Outcome:
-        """See ``ratio``."""
-        return ratio(instance, self)
+        """Maximise a ratio of linear functions exactly (Dinkelbach's sequence of programs).
+
+        Each program maximises N - q D; its optimum is 0 exactly at the best ratio q. Without
+        floors the optimum is the ratio of the best single columns, and of all allocations that
+        reach it one with the largest numerator is returned.
+
+        Raises:
+            InfeasibleError: The floors cannot be met together.
+        """
+        if self.floor is None or not (self.floor > 0).any():
+            return _best_columns(instance, self)
+        found = Total(worth=self.worth, floor=self.floor).optimise(instance)
+        earned, spent = _earned_and_spent(instance, found, self)
+        steps = 0
+        while steps < MAX_CUTS:
+            steps += 1
+            value = earned / spent
+            charge = value * self.dollars
+            asked = Total(worth=self.worth, charge=charge, floor=self.floor, unit=earned)
+            found = asked.optimise(instance)
+            earned, spent = _earned_and_spent(instance, found, self)
+            if earned / spent <= value * (1 + PRECISION) or instance.should_stop():
+                break
+        # N <= q D + excess and D >= least for all x, so no ratio passes q + excess / least.
+        spends = Total(worth=0 * self.worth, charge=self.dollars, floor=self.floor)
+        least = -spends.optimise(instance).bound
+        upper = max(value + max(found.bound, 0.0) / least, value)
+        objective = max(value, earned / spent)
+        return replace(
+            found, objective=earned / spent, bound=upper, gap=max(0.0, (upper - objective) / upper),
+            method=f"{found.method}; {steps} steps of Dinkelbach",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,38 +145,39 @@ class LeastCurve:
     lowest: float
 
     def optimise(self, instance: Instance) -> Outcome:
-        """See ``least_curve``."""
-        return least_curve(instance, self)
+        """Minimise the largest curve: each program's prices cut off every smaller value.
 
-
-def max_min(instance: Instance, goal: MaxMin) -> Outcome:
-    """Solve a max-min goal."""
-    if goal.allowed is not None:
-        instance = replace(instance, rate=np.where(goal.allowed, instance.rate, 0.0))
-    program = instance.program(level=goal.level)
-    if goal.dollars is not None:
-        program = replace(
-            program,
-            resources=np.vstack((program.resources, goal.dollars)),
-            capacity=np.append(program.capacity, 0.0),
-            level_capacity=np.append(program.level_capacity, goal.budget),
-        )
-    return optimise(instance, program)
-
-
-def total(instance: Instance, goal: Total) -> Outcome:
-    """Solve a total, after making sure that its floors can be met together.
-
-    Raises:
-        InfeasibleError: They cannot; it says which jobs, and by how much.
-    """
-    floor = goal.floor
-    if floor is not None and (floor > 0).any():
-        floor = floor * (1.0 + FLOOR_MARGIN * (_room(instance, floor) > 1e-8))
-    program = instance.program(
-        worth=goal.worth, floor=floor, charge=goal.charge, unit=goal.unit
-    )  # fmt: skip
-    return optimise(instance, program, goal.worth, goal.charge)
+        Take prices y with sum y_m * throughput_m <= h for every allocation (h their dual bound).
+        They refute each v with sum y_m * needed_m(v) > h, so the root of that equation is a lower
+        bound.
+        """
+        start = instance.isolated * 0.999
+        upper = self.value(np.maximum(start, 1e-300))
+        guess, lower = upper, self.lowest
+        best: Outcome | None = None
+        proof: Outcome | None = None
+        cuts = 0
+        while cuts < MAX_CUTS:
+            cuts += 1
+            level = self.needed(guess)
+            found = optimise(instance, instance.program(level=level))
+            reached = self.value(found.throughput)
+            if best is None or reached < best.objective:
+                best = replace(found, objective=reached)
+            root = _root(self, found.job_prices, found.bound, lower, guess)
+            if root > lower or proof is None:
+                lower, proof = max(lower, root), found
+            if best.objective - lower <= PRECISION * best.objective or instance.should_stop():
+                break
+            guess = lower * (1 + PRECISION / 4)
+        assert best is not None
+        assert proof is not None
+        return replace(
+            best, bound=lower, gap=max(0.0, 1 - lower / best.objective),
+            job_prices=proof.job_prices, resource_prices=proof.resource_prices,
+            time_prices=proof.time_prices,
+            method=f"{best.method}; {cuts} cuts",
+        )  # fmt: skip
 
 
 def _room(instance: Instance, floor: Floats) -> float:
@@ -173,41 +223,6 @@ def _others(instance: Instance, places: Ints, factor: Floats) -> str:
     return f" ({len(places)} such jobs; times too much: {', '.join(named)}{more})"
 
 
-def least_curve(instance: Instance, goal: LeastCurve) -> Outcome:
-    """Minimise the largest curve: each program's prices cut off every smaller value.
-
-    Take prices y with sum y_m * throughput_m <= h for every allocation (h their dual bound). They
-    refute each v with sum y_m * needed_m(v) > h, so the root of that equation is a lower bound.
-    """
-    start = instance.isolated * 0.999
-    upper = goal.value(np.maximum(start, 1e-300))
-    guess, lower = upper, goal.lowest
-    best: Outcome | None = None
-    proof: Outcome | None = None
-    cuts = 0
-    while cuts < MAX_CUTS:
-        cuts += 1
-        level = goal.needed(guess)
-        found = optimise(instance, instance.program(level=level))
-        reached = goal.value(found.throughput)
-        if best is None or reached < best.objective:
-            best = replace(found, objective=reached)
-        root = _root(goal, found.job_prices, found.bound, lower, guess)
-        if root > lower or proof is None:
-            lower, proof = max(lower, root), found
-        if best.objective - lower <= PRECISION * best.objective or instance.should_stop():
-            break
-        guess = lower * (1 + PRECISION / 4)
-    assert best is not None
-    assert proof is not None
-    return replace(
-        best, bound=lower, gap=max(0.0, 1 - lower / best.objective),
-        job_prices=proof.job_prices, resource_prices=proof.resource_prices,
-        time_prices=proof.time_prices,
-        method=f"{best.method}; {cuts} cuts",
-    )  # fmt: skip
-
-
 def _root(goal: LeastCurve, y: Floats, bound: float, low: float, high: float) -> float:
     """The v with sum y * needed(v) = bound; needed falls with v. Bisection to the last bit."""
 
@@ -222,45 +237,6 @@ def _root(goal: LeastCurve, y: Floats, bound: float, low: float, high: float) ->
             break
         low, high = (middle, high) if excess(middle) > 0 else (low, middle)
     return low
-
-
-def ratio(instance: Instance, goal: Ratio) -> Outcome:
-    """Maximise a ratio of linear functions exactly (Dinkelbach's sequence of programs).
-
-    Each program maximises N - q D; its optimum is 0 exactly at the best ratio q. Without
-    floors the optimum is the ratio of the best single columns, and of all allocations that
-    reach it one with the largest numerator is returned.
-
-    Raises:
-        InfeasibleError: The floors cannot be met together.
-    """
-    if goal.floor is None or not (goal.floor > 0).any():
-        return _best_columns(instance, goal)
-    found = total(instance, Total(worth=goal.worth, floor=goal.floor))
-    earned, spent = _earned_and_spent(instance, found, goal)
-    steps = 0
-    while steps < MAX_CUTS:
-        steps += 1
-        value = earned / spent
-        found = total(
-            instance,
-            Total(
-                worth=goal.worth, charge=value * goal.dollars, floor=goal.floor, unit=earned
-            ),
-        )  # fmt: skip
-        earned, spent = _earned_and_spent(instance, found, goal)
-        if earned / spent <= value * (1 + PRECISION) or instance.should_stop():
-            break
-    # N <= q D + excess and D >= least for all x, so no ratio passes q + excess / least.
-    least = -total(
-        instance, Total(worth=0 * goal.worth, charge=goal.dollars, floor=goal.floor)
-    ).bound
-    upper = max(value + max(found.bound, 0.0) / least, value)
-    objective = max(value, earned / spent)
-    return replace(
-        found, objective=earned / spent, bound=upper, gap=max(0.0, (upper - objective) / upper),
-        method=f"{found.method}; {steps} steps of Dinkelbach",
-    )  # fmt: skip
 
 
 def _earned_and_spent(instance: Instance, found: Outcome, goal: Ratio) -> tuple[float, float]:

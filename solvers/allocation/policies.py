@@ -9,10 +9,10 @@ import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.options import option
-from .goals import LeastCurve, MaxMin, Ratio, Total, total
+from .goals import LeastCurve, MaxMin, Ratio, Total
 from .instance import Instance
 from .policy import LeastAttained, Policy, inverse, normalised, register
-from .program import Floats
+from .program import Floats, Ints
 from .sum_of_ratios import SumOfRatios
 from .water_filling.water import WaterFilling
 
@@ -148,16 +148,11 @@ register(
 # First in, first out, each job on its fastest type (thesis 5.4.2); jobs stand in that order.
 
 
-def in_order(jobs: Instance, place: Floats) -> Floats:
-    """(M - place) / throughput on the fastest type [jobs, 1]."""
+def in_order(jobs: Instance, order: Ints) -> Floats:
+    """(M - place in ``order`` [jobs]) / throughput on the fastest type [jobs, columns]."""
+    place = np.argsort(order).astype(float)
     worth: Floats = ((jobs.num_jobs - place) / jobs.rate.max(axis=1))[:, None] + 0.0 * jobs.rate
     return worth
-
-
-def _by_weight(jobs: Instance) -> Floats:
-    place = np.empty(jobs.num_jobs)
-    place[np.argsort(-jobs.weight, kind="stable")] = np.arange(jobs.num_jobs)
-    return place
 
 
 register(
@@ -166,14 +161,14 @@ register(
         title="first in, first out",
         sense="max",
         unit="weighted normalised throughput",
-        goal=lambda jobs: Total(worth=in_order(jobs, np.arange(jobs.num_jobs, dtype=float))),
+        goal=lambda jobs: Total(worth=in_order(jobs, np.arange(jobs.num_jobs))),
     ),
     Policy(
         name="static_priority",
         title="heaviest priority weight first, of equals the first in",
         sense="max",
         unit="weighted normalised throughput",
-        goal=lambda jobs: Total(worth=in_order(jobs, _by_weight(jobs))),
+        goal=lambda jobs: Total(worth=in_order(jobs, np.argsort(-jobs.weight, kind="stable"))),
     ),
 )
 
@@ -288,11 +283,8 @@ def _least_dollars(jobs: Instance, dollars: Floats) -> float:
     rates = np.hstack((jobs.rate, beside))
     pace = float((jobs.steps / np.where(rates > 0, rates, np.inf).min(axis=1)).max())
     plenty = np.full(len(jobs.capacity), float((jobs.usage.max() * jobs.resources).sum()))
-    found = total(
-        replace(jobs, capacity=plenty * jobs.num_jobs),
-        Total(worth=np.zeros_like(jobs.rate), charge=dollars, floor=jobs.steps / pace),
-    )
-    return pace * -found.objective
+    goal = Total(worth=np.zeros_like(jobs.rate), charge=dollars, floor=jobs.steps / pace)
+    return pace * -goal.optimise(replace(jobs, capacity=plenty * jobs.num_jobs)).objective
 
 
 register(
@@ -326,11 +318,9 @@ register(
 def _shortest(jobs: Instance) -> Total:
     durations = jobs.steps / jobs.rate.max(axis=1)
     order = np.argsort(durations, kind="stable")
-    place = np.empty(jobs.num_jobs)
-    place[order] = np.arange(jobs.num_jobs)
     floor = np.zeros(jobs.num_jobs)
     floor[order[0]] = jobs.rate[order[0]].max()
-    return Total(worth=in_order(jobs, place), floor=floor)
+    return Total(worth=in_order(jobs, order), floor=floor)
 
 
 register(
@@ -360,7 +350,7 @@ register(
         title="most throughput over all jobs, each relative to its fastest type",
         sense="max",
         unit="jobs at full speed",
-        goal=lambda jobs: Total(worth=np.ones_like(jobs.rate) / jobs.rate.max(axis=1)[:, None]),
+        goal=lambda jobs: Total(worth=_fractional(jobs)),
     ),
 )
 

@@ -55,6 +55,26 @@ class FractionProgram:
         return np.where(self.demands, self.floor + self.level * z, 0.0)
 
 
+def max_min_program(
+    count: Floats, rate: Floats, scale: Floats, level: Floats, capacity: Floats
+) -> FractionProgram:
+    """Maximise z with T_m . x_m >= p_m z, where a column is a device type.
+
+    Args:
+        count: Jobs of each row [rows].
+        rate: T [rows, types].
+        scale: Devices that a job asks for [rows].
+        level: p [rows].
+        capacity: Devices of each type [types].
+    """
+    return FractionProgram(
+        count=count, rate=rate, usage=np.repeat(scale[:, None], len(capacity), axis=1),
+        gain=np.zeros_like(rate), resources=np.eye(len(capacity)), capacity=capacity, level=level,
+        floor=np.zeros(len(count)), demands=np.ones(len(count), dtype=bool), level_weight=1.0,
+        level_capacity=np.zeros_like(capacity),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """Time fractions ``x`` [rows, columns], level z, and prices that prove how good they are.

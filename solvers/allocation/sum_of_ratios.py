@@ -24,7 +24,7 @@ import numpy as np
 from ...schema.errors import BackendError
 from ..lp import LinearAnswer, LinearSession
 from .engine import Outcome, RegionCut, RegionProof, optimise, tighten
-from .goals import PRECISION, Total, total
+from .goals import PRECISION, Total
 from .instance import Instance
 from .program import Floats
 
@@ -96,12 +96,11 @@ class _Search:
         self.best, self.best_value = np.zeros_like(instance.rate), -np.inf
 
     def run(self) -> Outcome:
-        floors = Total(
-            worth=0 * self.instance.rate, charge=self.goal.dollars, floor=self.goal.floor
-        )
+        dollars, floor = self.goal.dollars, self.goal.floor
+        floors = Total(worth=0 * self.instance.rate, charge=dollars, floor=floor)
         if not len(self.bound_jobs):
             return self._outcome([self._node((), 0)], 1)
-        self._offer(total(self.instance, floors).x)
+        self._offer(floors.optimise(self.instance).x)
         heap = [self._node((), 0)]
         self._ascend(heap[0].x)
         closed: list[_Node] = []

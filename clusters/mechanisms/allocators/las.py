@@ -7,7 +7,7 @@ import numpy as np
 from ....schema.errors import ProblemError
 from ....solvers.allocation.engine import solve_alone, spread
 from ....solvers.allocation.las import WarmMaxMin, centre
-from ....solvers.allocation.program import FractionProgram
+from ....solvers.allocation.program import max_min_program
 from ....solvers.allocation.space_sharing.column_generation import PairTimes
 from ..arrays import Floats, Ints
 from ..cluster.active import Active
@@ -119,37 +119,13 @@ class FlatLas:
         start = [self._last.get(key) for key in keys]
         found = centre(counts, scale, runs, level, capacity.tolist(), start)
         if found is None:
-            found = _near_centre(counts, scale, runs, level, capacity)
+            # By the interior point method, which ends before the centre but never fails.
+            rate = np.array(runs, dtype=float)
+            near = max_min_program(
+                np.array(counts), rate, np.array(scale), np.array(level), capacity
+            )
+            found = solve_alone(near).x.tolist()
         return dict(zip(keys, found, strict=True))
-
-
-def _near_centre(
-    counts: list[float],
-    scale: list[float],
-    runs: list[tuple[bool, ...]],
-    level: list[float],
-    capacity: Floats,
-) -> list[list[float]]:
-    """By the interior point method, which ends before the centre but never fails."""
-    rate = np.array(runs, dtype=float)
-    zero = np.zeros(len(scale))
-    found = solve_alone(
-        FractionProgram(
-            count=np.array(counts),
-            rate=rate,
-            usage=np.repeat(np.array(scale)[:, None], len(capacity), axis=1),
-            gain=np.zeros_like(rate),
-            resources=np.eye(len(capacity)),
-            capacity=capacity,
-            level=np.array(level),
-            floor=zero,
-            demands=np.ones(len(scale), dtype=bool),
-            level_weight=1.0,
-            level_capacity=np.zeros_like(capacity),
-        )
-    )
-    answer: list[list[float]] = found.x.tolist()
-    return answer
 
 
 class WarmLas:

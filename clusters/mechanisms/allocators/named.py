@@ -10,7 +10,7 @@ from ....schema.jobs import Entity
 from ....schema.spelling import nearest
 from ....solvers.allocation import Instance, Policy, make_instance, solve
 from ....solvers.allocation.engine import Outcome
-from ....solvers.allocation.goals import MaxMin, max_min
+from ....solvers.allocation.goals import MaxMin
 from ....solvers.allocation.instance import CONSOLIDATED, isolated_rate
 from ....solvers.allocation.policy import POLICIES
 from ..arrays import Floats, Ints
@@ -261,7 +261,7 @@ def solve_what_can_be_met(instance: Instance, policy: Policy) -> tuple[Outcome, 
             floor = _floor(fewer, policy)
             if floor is None or not (floor > 0).any():
                 raise
-            prices = max_min(fewer, MaxMin(level=floor)).job_prices
+            prices = MaxMin(level=floor).optimise(fewer).job_prices
             lost.append(int(np.argmax(np.where(floor > 0, prices * floor + 1e-300, 0.0))))
 
 
