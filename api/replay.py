@@ -10,7 +10,8 @@ from typing import Any
 from ..clusters.mechanisms import easyscale, elastic
 from ..clusters.scheduler.history import JobHistory, LiveJob, history
 from ..clusters.scheduler.store import ClusterStore
-from ..clusters.simulator import Case, Simulation, run_case
+from ..clusters.simulator.cases import Case, run_case
+from ..clusters.simulator.metrics import Simulation
 from ..formats.importers.sacct import read_sacct
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError

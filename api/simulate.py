@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ..clusters import simulator
 from ..clusters.mechanisms.allocators.named import always_pairs
-from ..clusters.simulator import Case, DrawOptions
-from ..clusters.simulator.arrivals import TraceKind
+from ..clusters.simulator import cases
+from ..clusters.simulator.arrivals import DrawOptions, TraceKind
+from ..clusters.simulator.cases import Case
 from ..clusters.simulator.market.many_jobs import MarketOptions
 from ..formats.importers.jobs_files import read_jobs
 from ..planning.inputs import pool_of, spelled_as
@@ -69,8 +69,8 @@ def simulate(request: SimulateRequest) -> SimulationRun:
         if case.trace is None:
             jobs, entities = _read(Path(trace), case)
             case = replace(case, entities=entities)
-    run = simulator.run_case(case, jobs, request.progress)
-    return simulator.report(case, run, name, with_jobs=request.with_jobs)
+    run = cases.run_case(case, jobs, request.progress)
+    return cases.report(case, run, name, with_jobs=request.with_jobs)
 
 
 @takes(SweepRequest)
@@ -91,10 +91,10 @@ def sweep(request: SweepRequest) -> Iterator[SimulationRun]:
         >>> [run.metrics.num_jobs for run in runs]
         [3, 3]
     """
-    cases = _drawn(_case(request), request.trace, request.seeds, request.loads, request.num_jobs)
-    if cases[0].trace is None:
+    drawn = _drawn(_case(request), request.trace, request.seeds, request.loads, request.num_jobs)
+    if drawn[0].trace is None:
         raise ProblemError(f"only drawn traces are swept, {request.trace!r} is no kind to draw")
-    return simulator.sweep(cases, request.processes)
+    return cases.sweep(drawn, request.processes)
 
 
 def _case(asked: Simulated) -> Case:

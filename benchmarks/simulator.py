@@ -27,7 +27,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from hetflow.clusters.simulator import Case, DrawOptions, report, run_case
+from hetflow.clusters.simulator.arrivals import DrawOptions
+from hetflow.clusters.simulator.cases import Case, report, run_case
 from hetflow.formats.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.schema.jobs import Throughputs
 from hetflow.solvers.compiling import can_compile

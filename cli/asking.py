@@ -262,7 +262,7 @@ def _schedules(incomplete: str) -> list[str]:
 
 def _schedulers(incomplete: str) -> list[str]:
     """Names of the simulator's mechanisms."""
-    from ..clusters.simulator import SCHEDULERS
+    from ..clusters.simulator.cases import SCHEDULERS
 
     return [name for name in SCHEDULERS.names() if name.startswith(incomplete)]
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from hetflow.clusters.scheduler.history import history
 from hetflow.clusters.scheduler.store import ClusterStore
-from hetflow.clusters.simulator import Case, run_case
+from hetflow.clusters.simulator.cases import Case, run_case
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import to_json
 

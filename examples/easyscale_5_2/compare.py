@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.easyscale import Variant
-from hetflow.clusters.simulator import ClusterPool, ProposalOptions, simulate_proposals, summarise
+from hetflow.clusters.simulator.events.proposals import ProposalOptions, simulate_proposals
+from hetflow.clusters.simulator.metrics import summarise
 from hetflow.papers.easyscale.schedulers import simulate_yarn
 from hetflow.papers.easyscale.taking import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs

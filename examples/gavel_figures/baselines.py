@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from hetflow.clusters.mechanisms.allocators.shares import Shares
 from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.simulator import ClusterPool, Shares
+from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 
 
 class Isolated:

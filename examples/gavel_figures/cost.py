@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hetflow.clusters.simulator import Case, report, run_case
+from hetflow.clusters.simulator.cases import Case, report, run_case
 from hetflow.formats.importers.gavel import read_gavel_throughputs
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Throughputs

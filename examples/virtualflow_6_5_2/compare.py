@@ -12,7 +12,8 @@ import sys
 
 import numpy as np
 
-from hetflow.clusters.simulator import Case, report, run_case, split_throughput
+from hetflow.clusters.simulator.cases import Case, report, run_case
+from hetflow.clusters.simulator.mixes import split_throughput
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.schema.problem import DeviceOption
 from hetflow.schema.profile import BatchPoint, Sync

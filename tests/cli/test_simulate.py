@@ -151,7 +151,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the run began")
 
-    monkeypatch.setattr("hetflow.clusters.simulator.run_case", never)
+    monkeypatch.setattr("hetflow.clusters.simulator.cases.run_case", never)
     result = CliRunner().invoke(
         app, _arguments("static-single", table, "--plot", str(tmp_path / "run.gif"))
     )
@@ -326,16 +326,16 @@ def test_one_run_keeps_who_held_which_devices_and_a_table_does_not(
     app: typer.Typer, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """-o and --json keep spans, with the figures of the run that keeps none."""
-    from hetflow.clusters import simulator
+    from hetflow.clusters.simulator import cases
 
     output, kept = tmp_path / "run.json", list[bool]()
-    run_case = simulator.run_case
+    run_case = cases.run_case
 
-    def spy(case: simulator.Case, *given: object) -> simulator.Simulation:
+    def spy(case: cases.Case, *given: object) -> cases.Simulation:
         kept.append(case.records_spans)
         return run_case(case, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hetflow.clusters.simulator.run_case", spy)
+    monkeypatch.setattr("hetflow.clusters.simulator.cases.run_case", spy)
     arguments = _arguments("static-single", table, "--num-jobs", "5")
     plain = CliRunner().invoke(app, arguments)
     written = CliRunner().invoke(app, [*arguments, "-o", str(output)])

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.papers.ptdp import tensor_parallel_elements
 from hetflow.planning.costs.tensor_layers import degrees_of, sharded_layers
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.operator_counts import (
@@ -15,6 +14,7 @@ from hetflow.schema.operator_counts import (
     PassCounts,
     TensorRole,
 )
+from hetflow.tests.papers.ptdp_equations import tensor_parallel_elements
 
 TOKENS, HIDDEN, ELEMENT = 64, 32, 4
 WIDE = TOKENS * HIDDEN * ELEMENT

@@ -12,7 +12,7 @@ from hetflow.clusters.mechanisms.cluster.seats import Seat
 from hetflow.clusters.mechanisms.elastic import next_shares
 from hetflow.clusters.mechanisms.fair_share import Claim, fair_shares, share_elastically
 from hetflow.clusters.mechanisms.rounds.state import RoundState, resumed, stored
-from hetflow.clusters.simulator import simulate_fair_share
+from hetflow.clusters.simulator.events.fair_share import simulate_fair_share
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.tests.profiles import examples
 

@@ -30,8 +30,11 @@ from hetflow.clusters.mechanisms.proposals import (
     decide,
 )
 from hetflow.clusters.mechanisms.rounds.state import RoundState, resumed, stored
-from hetflow.clusters.simulator import ProposalOptions, simulate_proposals
-from hetflow.clusters.simulator.events.proposals import est_rate
+from hetflow.clusters.simulator.events.proposals import (
+    ProposalOptions,
+    est_rate,
+    simulate_proposals,
+)
 from hetflow.papers.easyscale.taking import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.tests.profiles import examples

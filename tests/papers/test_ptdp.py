@@ -19,6 +19,7 @@ from hetflow.planning.schedules.registry import generate
 from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.parallel import LinkCurve, Recompute
+from hetflow.tests.papers import ptdp_equations as equations
 from hetflow.tests.profiles import examples
 
 VOCABULARY, SEQUENCE, PEAK = 51_200, 2_048, 312e12
@@ -41,7 +42,7 @@ TABLE_41 = (
 @pytest.mark.parametrize("row", TABLE_41, ids=lambda row: f"{row[0]}B")
 def test_table_4_1(row: tuple[float, ...]) -> None:
     billions, _, hidden, layers, t, p, gpus, batch, tera, percent, peta = row
-    counted = parallel.num_parameters(int(layers), int(hidden), VOCABULARY, SEQUENCE)
+    counted = equations.num_parameters(int(layers), int(hidden), VOCABULARY, SEQUENCE)
     assert round(counted / 1e9, 1) == billions
     assert round(100 * tera * 1e12 / PEAK) == pytest.approx(percent, abs=0.51)
     assert gpus * tera / 1e3 == pytest.approx(peta, rel=0.005)  # both columns are rounded
@@ -74,7 +75,7 @@ def test_flops_without_recomputation_are_less_by_what_is_not_done_again() -> Non
 def layer_bytes(
     heads: int, hidden: int, *, t: int = 1, spreads: bool = False, again: Recompute = "none"
 ) -> float:
-    return parallel.transformer_layer_bytes(
+    return equations.transformer_layer_bytes(
         SEQUENCE, 1, hidden, heads, t, sequence_parallel=spreads, recompute=again
     )
 
@@ -90,15 +91,15 @@ def test_activations_of_a_layer_as_korthikanti_counts_them() -> None:
         assert count(t=8, spreads=True, again="selective") == unit * 34 / 8
         assert count(t=8, again="full") == 2 * unit
         assert 1 - count(again="selective") / count() == pytest.approx(saved, abs=0.005)
-    assert parallel.selective_activation_bytes(3, 10.0, 7.0) == 37
+    assert equations.selective_activation_bytes(3, 10.0, 7.0) == 37
 
 
 def test_a_trillion_parameters_take_three_months() -> None:
     """4.5.1: 300 billion tokens, 175B on 1,024 A100 at 140: 34 days; 1T on 3,072 at 163: 84."""
     day = 86_400
-    assert round(parallel.training_seconds(300e9, 175e9, 1024, 140e12) / day) == 34
-    assert round(parallel.training_seconds(450e9, 1e12, 3072, 163e12) / day) == 83
-    assert parallel.training_seconds(450e9, 1008e9, 3072, 163e12) / day == pytest.approx(84, abs=1)
+    assert round(equations.training_seconds(300e9, 175e9, 1024, 140e12) / day) == 34
+    assert round(equations.training_seconds(450e9, 1e12, 3072, 163e12) / day) == 83
+    assert equations.training_seconds(450e9, 1008e9, 3072, 163e12) / day == pytest.approx(84, abs=1)
 
 
 # Table 4.2: parameters (billions), layers, hidden size, batch, GPUs, teraFLOP/s a GPU, days for
@@ -124,7 +125,7 @@ def days_of(row: tuple[float, ...], tera: float) -> tuple[float, float]:
     billions, layers, hidden, batch, gpus, _, _ = row
     flops = parallel.flops_per_batch(int(batch), SEQUENCE, int(layers), int(hidden), VOCABULARY)
     exact = 300e9 / (batch * SEQUENCE) * flops / (gpus * tera * 1e12)
-    closed = parallel.training_seconds(300e9, billions * 1e9, int(gpus), tera * 1e12)
+    closed = equations.training_seconds(300e9, billions * 1e9, int(gpus), tera * 1e12)
     return exact / 86_400, closed / 86_400
 
 
@@ -147,31 +148,31 @@ def test_bubbles() -> None:
     assert bubble_fraction(4, 8) == 3 / 8
     assert bubble_fraction(4, 8, num_model_chunks=2) == 3 / 16
     # Figure 4.6: n = 32, b' = 128; more replicas leave a smaller bubble.
-    bubbles = [parallel.bubble_of_data_parallel(32, d, 128) for d in (1, 2, 4, 8, 16, 32)]
+    bubbles = [equations.bubble_of_data_parallel(32, d, 128) for d in (1, 2, 4, 8, 16, 32)]
     assert bubbles == sorted(bubbles, reverse=True)
     assert bubbles[-1] == 0
     p, d, b_prime = 8, 4, 128
-    assert parallel.bubble_of_data_parallel(p * d, d, b_prime) == bubble_fraction(p, b_prime // d)
+    assert equations.bubble_of_data_parallel(p * d, d, b_prime) == bubble_fraction(p, b_prime // d)
 
 
 def test_volumes() -> None:
     b, s, h = 2, 2048, 12288
-    assert parallel.boundary_elements(b, s, h) == b * s * h
-    assert parallel.boundary_elements(b, s, h, scattered_over=8) == b * s * h / 8  # 4.4.1
-    assert parallel.tensor_parallel_elements(1, b, s, h, 1) == 0
+    assert equations.boundary_elements(b, s, h) == b * s * h
+    assert equations.boundary_elements(b, s, h, scattered_over=8) == b * s * h / 8  # 4.4.1
+    assert equations.tensor_parallel_elements(1, b, s, h, 1) == 0
     # Two all-reduces forward and two backward, each a ring of 2 (t - 1) / t.
-    assert parallel.tensor_parallel_elements(3, b, s, h, 8) == 3 * 4 * 2 * (7 / 8) * b * s * h
-    assert parallel.data_parallel_elements(1e9, 4) == 1.5e9
+    assert equations.tensor_parallel_elements(3, b, s, h, 8) == 3 * 4 * 2 * (7 / 8) * b * s * h
+    assert equations.data_parallel_elements(1e9, 4) == 1.5e9
 
 
 def test_checkpoints_of_a_stage() -> None:
     """c = sqrt(l A_intermediate / A_input) is where the sum is least (4.3.5)."""
-    best = parallel.best_num_checkpoints(16, 2.0, 8.0)
+    best = equations.best_num_checkpoints(16, 2.0, 8.0)
     assert best == 8
-    least = parallel.checkpointed_bytes(best, 16, 2.0, 8.0)
-    assert all(parallel.checkpointed_bytes(c, 16, 2.0, 8.0) >= least for c in range(1, 17))
-    assert parallel.stage_activation_bytes(4, 10, 100, recompute=False) == 400
-    assert parallel.stage_activation_bytes(4, 10, 100, recompute=True) == 140
+    least = equations.checkpointed_bytes(best, 16, 2.0, 8.0)
+    assert all(equations.checkpointed_bytes(c, 16, 2.0, 8.0) >= least for c in range(1, 17))
+    assert equations.stage_activation_bytes(4, 10, 100, recompute=False) == 400
+    assert equations.stage_activation_bytes(4, 10, 100, recompute=True) == 140
 
 
 def test_equation_4_1_is_the_step_of_equal_stages() -> None:

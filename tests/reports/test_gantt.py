@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hetflow.cli.main import app
-from hetflow.clusters.simulator import Case, report, run_case
+from hetflow.clusters.simulator.cases import Case, report, run_case
 from hetflow.formats.reports.gantt import device_groups, simulation_image
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.clusters.simulator import Case, report, run_case
+from hetflow.clusters.simulator.cases import Case, report, run_case
 from hetflow.formats.importers.gavel import read_gavel_trace
 from hetflow.schema.jobs import Throughputs
 

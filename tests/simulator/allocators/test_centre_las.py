@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from hetflow.clusters.mechanisms.allocators.named import allocator_named
 from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.simulator import ClusterPool, allocator_named
+from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.schema.jobs import Job, Throughputs
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.allocators.named import PolicyAllocator
+from hetflow.clusters.mechanisms.allocators.named import PolicyAllocator, allocator_named
 from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.simulator import ClusterPool, allocator_named
+from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from hetflow.solvers.allocation import policy_named

@@ -8,22 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
 from hetflow.clusters.mechanisms.easyscale import Variant
 from hetflow.clusters.mechanisms.fair_share import fair_shares
-from hetflow.clusters.simulator import (
-    SCHEDULERS,
-    Case,
-    ClusterPool,
-    FailureOptions,
-    FairShareOptions,
+from hetflow.clusters.simulator.cases import SCHEDULERS, Case, run_case
+from hetflow.clusters.simulator.events.fair_share import FairShareOptions, simulate_fair_share
+from hetflow.clusters.simulator.events.proposals import (
     ProposalOptions,
-    run_case,
-    simulate_fair_share,
+    est_rate,
     simulate_proposals,
 )
-from hetflow.clusters.simulator.events.proposals import est_rate
-from hetflow.clusters.simulator.failures import FailureEvents
+from hetflow.clusters.simulator.failures import FailureEvents, FailureOptions
 from hetflow.papers.easyscale.schedulers import simulate_yarn
 from hetflow.papers.easyscale.taking import take
 from hetflow.schema.errors import HetflowError, InfeasibleError

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hetflow.clusters.simulator import Case, run_case
+from hetflow.clusters.simulator.cases import Case, run_case
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs, consolidated_devices
 

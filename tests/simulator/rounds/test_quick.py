@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.simulator import ClusterPool, RoundOptions, allocator_named, simulate_rounds
+from hetflow.clusters.mechanisms.allocators.named import allocator_named
+from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.simulator.arrivals import Queue
 from hetflow.clusters.simulator.metrics import Simulation
-from hetflow.clusters.simulator.rounds.base import Rounds
+from hetflow.clusters.simulator.rounds.base import RoundOptions, Rounds
+from hetflow.clusters.simulator.rounds.simulate import simulate_rounds
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.tests.profiles import examples
