@@ -17,7 +17,7 @@ from ..schema.options import option
 from ..schema.problem import Problem
 from ..schema.profile import Profile
 from ..schema.requests.allocate import AllocateRequest, ThroughputsRequest
-from ..schema.spelling import nearest
+from ..schema.spelling import did_you_mean
 from .calls import takes
 from .files import jobs_of, priced_pool, throughputs_of
 
@@ -167,10 +167,9 @@ def _batches(given: int | Mapping[str, int], models: list[str]) -> dict[str, int
         return dict.fromkeys(models, given)
     for name in given:
         if name not in models:
-            guess = nearest(name, models)
             raise ProblemError(
                 f"{option('batch_size')}: no profile of model {name!r}"
-                + (f"; did you mean {guess!r}?" if guess else ""),
+                + did_you_mean(name, models, before="; "),
                 hint=f"profiled models: {', '.join(models)}",
             )
     missing = [model for model in models if model not in given]

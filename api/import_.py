@@ -20,7 +20,7 @@ from ..schema.options import command, option
 from ..schema.pipeline import check_joined
 from ..schema.profile import Profile
 from ..schema.requests.files import ImportRequest
-from ..schema.spelling import nearest
+from ..schema.spelling import did_you_mean, nearest
 
 SACCT = "sacct"
 _CATALOGUE = "instance-types"
@@ -109,12 +109,13 @@ def _layers(request: ImportRequest) -> Imported:
         formats = (LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS)
         names = (name for each in formats for name in each.names())
         known = tuple(dict.fromkeys((*names, _CATALOGUE, SACCT)))
-        guess = nearest(source, known)
         raise ProblemError(
             f"unknown import format {source!r}; known are {', '.join(known)}",
-            hint=f"did you mean {guess!r}?"
-            if guess
-            else f"install the plug-in that has it (entry points {LAYER_IMPORTERS.group})",
+            hint=did_you_mean(
+                source,
+                known,
+                f"install the plug-in that has it (entry points {LAYER_IMPORTERS.group})",
+            ),
         )
     device_type, memory_bytes = _device(request)
     text, size = read_text(file), request.microbatch_size

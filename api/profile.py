@@ -2,15 +2,23 @@
 
 import logging
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..schema.errors import ProblemError
+from ..schema import files
+from ..schema.errors import FileError, ProblemError
 from ..schema.optimizer import named_optimizer
 from ..schema.options import option
 from ..schema.profile import Profile
 from ..schema.requests.profile import ProfileRequest
 from .calls import takes
+
+if TYPE_CHECKING:
+    from ..devices.backend import DeviceRequest
 
 _log = logging.getLogger("hetflow")
 
@@ -155,6 +163,42 @@ def _check_script(request: ProfileRequest) -> None:
 def _measured(given: Profile | Path | str | None) -> Profile | None:
     if given is None or isinstance(given, Profile):
         return given
-    from ..schema import files
-
     return files.read(Path(given), Profile)
+
+
+@contextmanager
+def profile_paths(
+    folder: Path,
+    model: str,
+    device_types: Sequence[str],
+    *,
+    force: bool,
+    measured: "Sequence[DeviceRequest]" = (),
+) -> Iterator[list[Path]]:
+    """Where each profile goes; refused now rather than after minutes of measuring."""
+    names = [
+        "".join(letter if letter.isalnum() or letter in "._+-" else "-" for letter in name)
+        for name in (model, *device_types)
+    ]
+    paths = [folder / f"{names[0]}.{name}.json" for name in names[1:]]
+    with files.made_folder(folder):
+        for path, request in zip_longest(paths, measured):
+            if request is not None and path.is_file() and not force:
+                _refuse_other_card(path, request)
+            files.check_writable(path, force=force)
+        yield paths
+
+
+def _refuse_other_card(path: Path, request: "DeviceRequest") -> None:
+    """Refuse to take the place of a profile whose device has this one's name and other memory."""
+    own, apart = request.local.memory_bytes, request.local.name_with_memory
+    if apart is None:
+        return
+    other = files.read(path, Profile).device_memory_bytes
+    if abs(other - own) > own // 50:
+        raise FileError(
+            f"{path}: is of a {request.device_type} of {other / 2**30:.1f} GiB, this one has "
+            f"{own / 2**30:.1f}",
+            hint=f"{option('devices', apart)} gives this one a name of its own; "
+            f"{option('force', True)} overwrites the file",
+        )

@@ -29,7 +29,7 @@ from ..schema.market import (
 from ..schema.options import option
 from ..schema.requests.kinds import MachineSpeeds, Offers
 from ..schema.requests.rent import MachinesRequest, PricesRequest, RentRequest
-from ..schema.spelling import nearest
+from ..schema.spelling import did_you_mean
 from ..solvers.market.job import RentJob
 from ..solvers.market.offers import OfferHistory, history_of, job_on
 from ..solvers.market.windows import Traces, apart, fewest_parts, traces_of
@@ -345,10 +345,9 @@ def _of_zones(name: str, given: Mapping[str, float], traces: Sequence[Traces]) -
     names = dict.fromkeys(word for words in known.values() for word in words)
     for told in given:
         if told not in names:
-            guess = nearest(told, list(names))
             raise ProblemError(
                 f"{option(name)} names zone {told!r}; the windows are of {', '.join(zones)}",
-                hint=f"did you mean {guess!r}?" if guess else None,
+                hint=did_you_mean(told, names) or None,
             )
     what, form = _WHAT[name]
     found = []
@@ -522,11 +521,10 @@ def _cloud_of(history: OfferHistory, asked: str | None) -> str:
     if asked is None:
         return _FIRST_CHOICE if _FIRST_CHOICE in clouds else clouds[0]
     if asked not in clouds:
-        guess = nearest(asked, clouds)
         raise ProblemError(
             f"{option('cloud', repr(asked))} has no price of such devices; the "
             "markets have prices in "
             f"{', '.join(clouds)}",
-            hint=f"did you mean {guess!r}?" if guess else None,
+            hint=did_you_mean(asked, clouds) or None,
         )
     return asked

@@ -1,6 +1,6 @@
 """``hetflow throughputs`` and ``allocate``: share device types among jobs, with a proof."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import typer
 
@@ -16,9 +16,6 @@ from .common import (
     progress_line,
     warn,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _MOST_NAMED = 10  # jobs on stderr; the answer names all
 
@@ -66,7 +63,7 @@ def allocate(
         raise typer.Exit(4)
 
 
-def warn_of_left_out(left_out: "Mapping[str, str]") -> None:
+def warn_of_left_out(left_out: Mapping[str, str]) -> None:
     """Name jobs that fit nowhere on stderr, with why [job id -> why]."""
     for name, reason in list(left_out.items())[:_MOST_NAMED]:
         warn(f"job {name!r} is left out: {reason}")

@@ -117,20 +117,17 @@ def _machine_speeds(given: Iterable[str]) -> dict[str, float | str]:
                 f"{option('machine_speeds')} must be such as p2.xlarge=0.2 or p2.xlarge=plan.json, "
                 f"got {text[:60]!r}"
             )
-        try:
+        found[name] = value
+        with suppress(ValueError):
             found[name] = float(value)
-        except ValueError:
-            found[name] = value
     return found
 
 
-def _memory_reserve(text: str | None) -> int | None:
-    """Read bytes, such as ``2GiB``; None if nothing is given."""
+def _memory_reserve(text: str) -> int:
+    """Read bytes, such as ``2GiB``."""
     from ..schema.cluster import parse_memory
 
-    if text is None or text == "0":
-        return None if text is None else 0
-    found = parse_memory(text)
+    found = 0 if text == "0" else parse_memory(text)
     if found is None:
         raise ProblemError(
             f"{option('memory_reserve_bytes')} {text!r}: is not an amount of memory",
@@ -246,25 +243,22 @@ def asks(
     return decorate
 
 
-def _policies(incomplete: str) -> list[str]:
-    """Names of allocation policies."""
-    from ..solvers.allocation import all_policies
+def _named(registry: str, incomplete: str) -> list[str]:
+    """Names of allocation policies, schedules or the simulator's mechanisms, plug-ins' too."""
+    names: Iterable[str]
+    if registry == "policies":
+        from ..solvers.allocation import all_policies
 
-    return [name for name in sorted(all_policies()) if name.startswith(incomplete)]
+        names = sorted(all_policies())
+    elif registry == "schedules":
+        from ..schema.schedule_traits import planned_schedules
 
+        names = ("auto", *planned_schedules())
+    else:
+        from ..clusters.simulator.cases import SCHEDULERS
 
-def _schedules(incomplete: str) -> list[str]:
-    """Names of the schedules that can be planned, plug-ins' too."""
-    from ..schema.schedule_traits import planned_schedules
-
-    return [name for name in ("auto", *planned_schedules()) if name.startswith(incomplete)]
-
-
-def _schedulers(incomplete: str) -> list[str]:
-    """Names of the simulator's mechanisms."""
-    from ..clusters.simulator.cases import SCHEDULERS
-
-    return [name for name in SCHEDULERS.names() if name.startswith(incomplete)]
+        names = SCHEDULERS.names()
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def _pools(ctx: Any, incomplete: str) -> list[str]:
@@ -278,14 +272,6 @@ def _pools(ctx: Any, incomplete: str) -> list[str]:
     typed = re.match(r"(.*,)?(\d+x)?", incomplete)
     before = typed.group() if typed is not None else ""
     return [before + kind for kind in sorted(types) if kind.startswith(incomplete[len(before) :])]
-
-
-_COMPLETES: dict[str, Any] = {
-    "policies": _policies,
-    "pools": _pools,
-    "schedules": _schedules,
-    "schedulers": _schedulers,
-}
 
 
 _ARGUMENT = type(typer.Argument())
@@ -311,7 +297,11 @@ def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[inspe
         "rich_help_panel": (RARE if said.rare else "") + said.panel or None,
         "show_default": not said.default,
         "metavar": said.metavar or None,
-        "autocompletion": _COMPLETES.get("pools" if text == "Pool" else said.names),
+        "autocompletion": _pools
+        if text == "Pool"
+        else (lambda incomplete: _named(said.names, incomplete))
+        if said.names
+        else None,
     }
     none: Any = inspect.Parameter.empty
     if said.argument:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from ..schema.errors import HetflowError
-from ..schema.options import option
 from ..schema.requests.check import CheckRequest
 from .asking import Asked, asks
 from .common import JsonFlag, emit, emit_json, warn
@@ -45,10 +44,8 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
         pool = asked.get("pool")
         if isinstance(faults, Verdict):
             found = replace(found, proof=replace(found.proof, bound=faults.bound))
-        proved = claim_of(found, None if pool is None else pool_of(pool))
-        is_unread = asked.get("profiles") is None and found.proof.certificate is not None
-        if is_unread and found.proof.status == "unproved":
-            proved = f"optimal if its certificate holds, which {option('profiles')} replays"
+        devices, is_replayed = None if pool is None else pool_of(pool), "profiles" in asked
+        proved = claim_of(found, devices, is_replayed=is_replayed)
         obstacle = obstacle_of(found)
     elif judge_of(policy_named(found.policy).name) is not None:
         proved = str(found.certificate.termination)

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..schema.errors import ProblemError
 from ..schema.requests.launch import LaunchCommandRequest, ResizingRequest
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, Settings, emit, emit_either, emit_json, say
 
 if TYPE_CHECKING:
-    from ..schema.launch import Rendezvous
     from ..schema.run import RunRecord
 
 
@@ -50,12 +48,13 @@ def launch(
     from .. import launch as run
     from ..api.files import plan_of
     from ..runtime.launcher.request import default_folder, run_folder
+    from ..schema.launch import Rendezvous
 
     found = plan_of(asked["plan"])
     shows = asked.pop("dry_run", False)
     hosts = [asked.pop(name, None) for name in ("nnodes", "node_rank", "rdzv_endpoint", "devices")]
     asked |= {"plan": found, "force": force, "stdout_to_stderr": json}
-    asked["rendezvous"] = _rendezvous(hosts[0] or 1, *hosts[1:])
+    asked["rendezvous"] = Rendezvous.parse(hosts[0] or 1, *hosts[1:])
     if shows:
         folder = asked["folder"] = output or default_folder(found.model)
         commands = show(**asked)
@@ -64,23 +63,6 @@ def launch(
         return
     with run_folder(output, found.model) as folder:
         _report(folder, run(**{**asked, "folder": folder}), json)
-
-
-def _rendezvous(
-    nnodes: int, node_rank: int | None, endpoint: str | None, devices: str | None
-) -> "Rendezvous | None":
-    """Where the hosts meet; None for a launch on one host, which has all devices of the plan."""
-    from ..schema.launch import Rendezvous
-
-    if nnodes > 1 or node_rank is not None or endpoint is not None:
-        return Rendezvous.parse(nnodes, node_rank, endpoint, devices)
-    if devices is not None:
-        raise ProblemError(
-            f"--devices {devices!r} is what this host gives to a launch over several hosts; "
-            "a launch on one host takes the devices of its plan",
-            hint="leave --devices out, or add --nnodes, --node-rank and --rdzv-endpoint",
-        )
-    return None
 
 
 def _report(folder: Path, record: "RunRecord | None", json: bool) -> None:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..formats.reports.grid import fitted_to
 from ..schema.errors import FileError
-from ..schema.spelling import nearest
+from ..schema.spelling import did_you_mean
 from .common import ENVIRONMENT_PREFIX, RARE, Settings, emit_either
 
 CONFIG_FILE = "hetflow.toml"
@@ -284,7 +284,9 @@ def _values_of(path: Path, name: str, table: Any, commands: Mapping[str, Any]) -
     if not isinstance(table, dict):
         raise FileError(f"{path}: {name} must be a table such as [solve]")
     if name not in commands:
-        raise FileError(f"{path}: no command is called {name!r}", hint=_guess(name, commands))
+        raise FileError(
+            f"{path}: no command is called {name!r}", hint=did_you_mean(name, commands) or None
+        )
     parameters: dict[str, str] = {}
     for parameter in commands[name].params:
         spellings = (parameter.name, *(option.lstrip("-") for option in parameter.opts))
@@ -293,10 +295,6 @@ def _values_of(path: Path, name: str, table: Any, commands: Mapping[str, Any]) -
     if unknown:
         known = [each.replace("_", "-") for each in parameters]
         message = f"{path}: [{name}] has no option {unknown[0]!r}"
-        raise FileError(message, hint=_guess(unknown[0], known) or f"see `hetflow {name} --help`")
+        see = f"see `hetflow {name} --help`"
+        raise FileError(message, hint=did_you_mean(unknown[0], known, see))
     return {parameters[key.replace("-", "_")]: value for key, value in table.items()}
-
-
-def _guess(name: str, known: Iterable[str]) -> str | None:
-    found = nearest(name, list(known))
-    return f"did you mean {found!r}?" if found else None

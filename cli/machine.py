@@ -5,7 +5,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from ..schema.errors import HetflowError
+from ..formats.reports.grid import grid
+from ..schema.errors import FileError, HetflowError
 from ..schema.requests.machine import DemoRequest, DoctorRequest
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, emit, emit_either, emit_json, note
@@ -32,8 +33,6 @@ def devices(json: JsonFlag = False) -> None:
         ]
         emit_json({"devices": local, "emulated": emulated})
         return
-    from ..formats.reports.grid import grid
-
     rows = [
         (
             device.device_type,
@@ -82,8 +81,6 @@ def doctor(asked: Asked, force: ForceFlag = False, json: JsonFlag = False) -> No
     if json:
         emit_json({"facts": asdict(facts), "findings": [asdict(f) for f in found]})
     else:
-        from ..formats.reports.grid import grid
-
         emit(grid(("what", "found"), facts.rows()))
         emit("")
         for finding in found:
@@ -107,7 +104,6 @@ def demo(asked: Asked, json: JsonFlag = False) -> None:
     hetflow demo -o demo --epochs 5
     """
     from ..examples.demonstration import check_installed, demonstrate
-    from ..schema.errors import FileError
 
     request = DemoRequest(**asked)
     output = request.output

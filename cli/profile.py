@@ -2,23 +2,20 @@
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import zip_longest
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..schema.errors import FileError, ProblemError
+from ..schema.errors import ProblemError
 from ..schema.masking import mask
-from ..schema.options import option
 from ..schema.requests.profile import ProfileCommandRequest
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, emit_either, note, progress_line, warn
 
 if TYPE_CHECKING:
-    from ..devices.backend import DeviceRequest
+    pass
 
 
 @asks(ProfileCommandRequest, optional=("target",), effort="usual", command="", progress=None)
@@ -54,6 +51,7 @@ def profile(
     if target is None:
         raise ProblemError("there is nothing to profile", hint="name a target, such as zoo:mlp")
     from .. import profile as measure
+    from ..api.profile import profile_paths
     from ..devices.local import local_devices, parse_requests
     from ..formats.reports.profile_tables import TOOLS, measured_table
     from ..formats.reports.tables import table_of
@@ -71,7 +69,8 @@ def profile(
         note(f"samples have 128 tokens, or are an image; {target}@1024 states another length")
     asked["effort"] = "quick" if quick else "thorough" if thorough else "usual"
     asked["command"] = shlex.join(["hetflow", *mask(sys.argv[1:])])
-    with _paths(output, name or parsed.model, types, force=force, measured=requests) as paths:
+    model = name or parsed.model
+    with profile_paths(output, model, types, force=force, measured=requests) as paths:
         with progress_line() as tell:
 
             def progress(text: str, left: float | None) -> None:
@@ -104,6 +103,7 @@ def fold_runs(
     json: bool,
 ) -> None:
     """Fold runs into the profiles of their model, and write all of these as a new folder."""
+    from ..api.profile import profile_paths
     from ..formats.reports.profile_tables import corrections_table
     from ..planning.correcting import corrected, read_run
     from ..planning.inputs import profiles_of
@@ -112,7 +112,7 @@ def fold_runs(
     runs = [read_run(path) for path in run_folders]
     before = profiles_of(folder, model or runs[0].record.plan.model)
     types = [profile.device_type for profile in before]
-    with _paths(output, before[0].model, types, force=force) as paths:
+    with profile_paths(output, before[0].model, types, force=force) as paths:
         found = corrected(before, runs)
         for path, profile in zip(paths, found.profiles, strict=True):
             files.write(path, profile, force=force)
@@ -121,46 +121,3 @@ def fold_runs(
     document = [files.to_plain(profile) for profile in found.profiles]
     emit_either(json, document, lambda: "\n\n".join(map(corrections_table, found.profiles)))
     note(f"next: hetflow solve --profiles {shlex.quote(str(output))} --gpus ... --batch-size ...")
-
-
-@contextmanager
-def _paths(
-    folder: Path,
-    model: str,
-    device_types: Sequence[str],
-    *,
-    force: bool,
-    measured: "Sequence[DeviceRequest]" = (),
-) -> Iterator[list[Path]]:
-    """Where each profile goes; refused now rather than after minutes of measuring."""
-    from ..schema import files
-
-    names = [
-        "".join(letter if letter.isalnum() or letter in "._+-" else "-" for letter in name)
-        for name in (model, *device_types)
-    ]
-    paths = [folder / f"{names[0]}.{name}.json" for name in names[1:]]
-    with files.made_folder(folder):
-        for path, request in zip_longest(paths, measured):
-            if request is not None and path.is_file() and not force:
-                _refuse_other_card(path, request)
-            files.check_writable(path, force=force)
-        yield paths
-
-
-def _refuse_other_card(path: Path, request: "DeviceRequest") -> None:
-    """Refuse to take the place of a profile whose device has this one's name and other memory."""
-    from ..schema import files
-    from ..schema.profile import Profile
-
-    own, apart = request.local.memory_bytes, request.local.name_with_memory
-    if apart is None:
-        return
-    other = files.read(path, Profile).device_memory_bytes
-    if abs(other - own) > own // 50:
-        raise FileError(
-            f"{path}: is of a {request.device_type} of {other / 2**30:.1f} GiB, this one has "
-            f"{own / 2**30:.1f}",
-            hint=f"{option('devices', apart)} gives this one a name of its own; "
-            f"{option('force', True)} overwrites the file",
-        )

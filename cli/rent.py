@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..schema.errors import ProblemError
 from ..schema.requests.rent import (
     AnyRentRequest,
     MachinesRequest,
@@ -214,7 +215,6 @@ def _draw_deadlines(has_none: bool, asked: Asked, plot: Path, *, force: bool) ->
     from ..api.rent import by_deadline
     from ..formats.reports.market_plots import deadlines_image
     from ..formats.reports.plots import image_format
-    from ..schema.errors import ProblemError
     from ..schema.files import check_outputs, write_bytes
 
     kind = image_format(plot)
@@ -274,7 +274,6 @@ def _machines(
     from ..formats.reports.plots import image_format
     from ..planning.inputs import profiles_of
     from ..planning.static_choice import chosen, plan_of_choice
-    from ..schema.errors import ProblemError
     from ..schema.files import check_outputs, write, write_bytes
 
     if output is not None and "throughputs" in asked:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..schema.device_naming import is_former_name
 from ..schema.errors import ProblemError
 from ..schema.options import option
-from ..schema.records import nearest
+from ..schema.spelling import nearest
 from .backend import DEVICES, DeviceRequest, LocalDevice
 from .cpu import DEVICE_TYPE, cpu_device
 from .emulated import DEFAULT_SPEEDS, GRAMMAR

@@ -24,7 +24,7 @@ from ..schema.parallel import (
     ShardSizes,
     ShardTimes,
 )
-from ..schema.records import nearest
+from ..schema.spelling import nearest
 
 _FLOAT_BYTES = 4
 _BYTES_PER_WEIGHT_BYTE = 6.0  # 24 bytes a parameter: Adam, master copy, gradient, DeepSpeed's two

@@ -12,8 +12,8 @@ from ..schema.device_naming import is_former_name
 from ..schema.errors import ProblemError
 from ..schema.options import option
 from ..schema.profile import Profile
-from ..schema.records import nearest
 from ..schema.requests.kinds import Pool, Profiles
+from ..schema.spelling import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from ..schema.jobs import Throughputs
@@ -176,10 +176,9 @@ def spelled_as(pool: Cluster, throughputs: "Throughputs") -> Cluster:
     pool = pool.spelled_as(known)
     for name in pool.num_devices:
         if name not in known:
-            guess = nearest(name, known)
             raise ProblemError(
                 f"no throughput is for device type {name!r}"
-                + (f"; did you mean {guess!r}?" if guess else ""),
+                + did_you_mean(name, known, before="; "),
                 hint=f"the throughputs are for {', '.join(known)}",
             )
     return pool

@@ -7,7 +7,7 @@ from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.market import InstanceType, Market, PriceHistory, utc_seconds, utc_text
 from ..schema.options import option
-from ..schema.records import nearest
+from ..schema.spelling import did_you_mean
 from ..solvers.market.offers import Prices, history_of, where_available
 
 _LAST_SECONDS = 86400.0
@@ -187,13 +187,12 @@ def priced_pool(
     theirs = dict(zip(pool.num_devices, pool.spelled_as(prices).num_devices, strict=True))
     for name in theirs.values():
         if name not in prices:
-            guess = nearest(name, list(prices))
             kind = {None: "price", True: "spot price", False: "price on demand"}[spot]
             has_other = spot is not None and name in device_prices(markets, at)
             raise ProblemError(
                 f"the market has no {kind} of {name!r}"
                 + (f" at {utc_text(utc_seconds(at, option('at'), 'time'))}" if at else "")
-                + (f"; did you mean {guess!r}?" if guess else ""),
+                + did_you_mean(name, prices, before="; "),
                 hint=f"it has another one: leave {option('spot', bool(spot))} out"
                 if has_other
                 else f"it has prices of {', '.join(sorted(prices)) or 'nothing'}",

@@ -11,7 +11,7 @@ from ..schema.problem import Problem
 from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
 from ..schema.schedule_traits import is_planned, planned_schedules
-from ..schema.spelling import nearest
+from ..schema.spelling import did_you_mean
 from .inputs import name_of, pool_of, profiles_of, under_todays_names
 from .limits import SolveLimits
 from .options import Given, Kind, Planner, given
@@ -110,10 +110,9 @@ def question_of(asked: SolveRequest, pool: Cluster | None = None) -> Question:
     """
     if asked.schedule != "auto" and not is_planned(asked.schedule):
         known = ("auto", *planned_schedules())
-        guess = nearest(asked.schedule, known)
         raise ProblemError(
             f"{option('schedule')} must be one of {', '.join(known)}, got {asked.schedule!r}"
-            + (f"; did you mean {guess!r}?" if guess else "")
+            + did_you_mean(asked.schedule, known, before="; ")
         )
     pool = pool or pool_of(asked.pool)
     profiles = under_todays_names(profiles_of(asked.profiles, asked.model), pool.num_devices)

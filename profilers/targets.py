@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..devices.backend import is_out_of_memory
 from ..schema.errors import TargetError
-from ..schema.records import nearest
-from ..schema.spelling import whole_number
+from ..schema.spelling import did_you_mean, nearest, whole_number
 from . import zoo
 
 if TYPE_CHECKING:
@@ -428,8 +427,7 @@ def _missing(module: ModuleType, target: Target) -> str:
         for name, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", None) == _MODULE_NAME
     ]
-    guess = nearest(target.factory, own)
-    mend = f"did you mean {guess!r}?" if guess else f"it defines {', '.join(own) or 'no function'}"
+    mend = did_you_mean(target.factory, own, f"it defines {', '.join(own) or 'no function'}")
     return f"{target.location}: has no {target.factory!r}; {mend}"
 
 

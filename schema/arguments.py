@@ -18,7 +18,7 @@ from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_ori
 from .errors import ProblemError
 from .foreign import Table, is_sequence, plain
 from .options import Option, option
-from .spelling import nearest
+from .spelling import did_you_mean, nearest
 
 _PACKAGE = (__package__ or "").partition(".")[0]
 KINDS = "schema.requests.kinds"
@@ -86,10 +86,9 @@ class Arguments:
         """
         for name in given:
             if name not in self.kinds:
-                guess = nearest(name, list(self.kinds))
                 raise TypeError(
                     f"{self._name}() got an unexpected keyword argument {name!r}"
-                    + (f"; did you mean {guess!r}?" if guess else "")
+                    + did_you_mean(name, self.kinds, before="; ")
                 )
         try:
             bound = self.signature.bind(

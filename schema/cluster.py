@@ -18,9 +18,9 @@ from .records import (
     PositiveDollars,
     PositiveRate,
     Seconds,
-    nearest,
     record,
 )
+from .spelling import did_you_mean
 
 Level = Literal["server", "rack", "zone", "pool"]
 """The smallest part of a pool that holds two devices, whose link joins them."""
@@ -115,10 +115,9 @@ class Cluster(Shown):
         for index, group in enumerate(self.servers):
             for name in group.devices:
                 if name not in self.device_types:
-                    guess = nearest(name, list(self.device_types))
-                    fix = f"; did you mean {guess!r}?" if guess else ""
                     raise ProblemError(
-                        f"servers[{index}].devices: {name!r} is not in device_types{fix}"
+                        f"servers[{index}].devices: {name!r} is not in device_types"
+                        + did_you_mean(name, self.device_types, before="; ")
                     )
         total = sum(self.num_devices.values())
         if total > MAX_DEVICES:

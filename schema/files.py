@@ -19,7 +19,8 @@ from pydantic import ValidationError
 
 from .errors import FileError, ProblemError
 from .options import option
-from .records import adapter_of, faults_of, nearest
+from .records import adapter_of, faults_of
+from .spelling import nearest
 
 if TYPE_CHECKING:
     from .cluster import Cluster

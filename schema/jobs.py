@@ -18,9 +18,9 @@ from .records import (
     PositiveDollars,
     PositiveSeconds,
     Seconds,
-    nearest,
     record,
 )
+from .spelling import did_you_mean
 
 Rate = Annotated[float, Field(ge=0, le=1e12)]
 Weight = Annotated[float, Field(gt=0, le=1e12)]
@@ -111,8 +111,7 @@ def _refuse_twins(names: list[str], what: str) -> None:
 
 def _known_entity(name: str | None, names: Mapping[str, Entity], who: str) -> None:
     if name is not None and name not in names:
-        guess = nearest(name, list(names))
-        fix = f"did you mean {guess!r}?" if guess else "add it to entities"
+        fix = did_you_mean(name, names, "add it to entities")
         raise ProblemError(f"{who} belongs to {name!r}, which is not an entity; {fix}")
 
 
@@ -357,8 +356,9 @@ def no_throughput(job: Job, known: list[tuple[str, int]]) -> str:
             f"job {job.id!r}: no throughput of {job.model!r} with {job.scale_factor} devices; "
             f"measured with {', '.join(map(str, scales))}; add it, or change its scale_factor"
         )
-    guess = nearest(job.model, sorted({model for model, _ in known}))
-    fix = f"did you mean {guess!r}?" if guess else "add it to the throughputs"
+    fix = did_you_mean(
+        job.model, sorted({model for model, _ in known}), "add it to the throughputs"
+    )
     return f"job {job.id!r}: no throughput of {job.model!r}; {fix}"
 
 

@@ -313,12 +313,22 @@ class Rendezvous:
     @classmethod
     def parse(
         cls, num_nodes: int, node_rank: int | None, endpoint: str | None, devices: str | None
-    ) -> "Rendezvous":
-        """Read the flags of a launch over several hosts.
+    ) -> "Rendezvous | None":
+        """Read the flags of a launch over several hosts; None for one, which has all devices.
 
         Raises:
+            ProblemError: Devices of one host.
             TargetError: A flag is missing, or the endpoint is not HOST:PORT.
         """
+        if num_nodes == 1 and node_rank is None and endpoint is None:
+            if devices is None:
+                return None
+            raise ProblemError(
+                f"{option('devices', repr(devices))} is what this host gives to a launch over "
+                "several hosts; a launch on one host takes the devices of its plan",
+                hint=f"leave {option('devices')} out, or add {option('nnodes')}, "
+                f"{option('node_rank')} and {option('rdzv_endpoint')}",
+            )
         if node_rank is None or endpoint is None:
             raise TargetError(
                 f"several hosts need {option('node_rank')} and {option('rdzv_endpoint')}",

@@ -2,7 +2,8 @@
 
 from .errors import ProblemError
 from .options import option
-from .records import Name, Ratio, nearest, record
+from .records import Name, Ratio, record
+from .spelling import nearest
 
 
 @record

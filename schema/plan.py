@@ -11,6 +11,7 @@ from .estimate import Estimate
 from .frames import Rows, Shown, fields_table, listed
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
+from .options import option
 from .parallel import Recompute
 from .pipeline import Solved, WorkerCount, check_microbatches
 from .records import (
@@ -779,7 +780,7 @@ def devices_for(plan: Plan) -> dict[str, int]:
     return dict(stated or plan.devices_by_type)
 
 
-def claim_of(plan: Plan, pool: Cluster | None = None) -> str:
+def claim_of(plan: Plan, pool: Cluster | None = None, *, is_replayed: bool = True) -> str:
     """Return what is proved, and among which plans: ``optimal among plans with 2 stages``.
 
     Only what a judge has seen to hold is called optimal; else the text begins with ``unproved``.
@@ -787,8 +788,11 @@ def claim_of(plan: Plan, pool: Cluster | None = None) -> str:
     Args:
         plan: A plan.
         pool: The pool that the plan is judged for; None is the one that it was solved for.
+        is_replayed: Whether the judge had the profiles, by which it replays a certificate.
     """
     known, among, proof = devices_for(plan), str(plan.restrictions or ""), plan.proof
+    if proof.status == "unproved" and proof.certificate is not None and not is_replayed:
+        return f"optimal if its certificate holds, which {option('profiles')} replays"
     text = str(proof.termination)
     if among:
         text += f" among plans with {among}"

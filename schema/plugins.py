@@ -20,7 +20,7 @@ from traceback import walk_tb
 from typing import Any, Generic, TypeVar
 
 from .errors import ProblemError
-from .spelling import nearest
+from .spelling import did_you_mean
 
 T = TypeVar("T")
 
@@ -123,12 +123,11 @@ class Registry(Generic[T]):
         found = self.find(name)
         if found is None:
             known = self.names()
-            guess = nearest(name, known)
             raise ProblemError(
                 f"unknown {self.kind} {name!r}; known are {', '.join(known)}",
-                hint=f"did you mean {guess!r}?"
-                if guess
-                else f"install the plug-in that has it (entry points {self.group})",
+                hint=did_you_mean(
+                    name, known, f"install the plug-in that has it (entry points {self.group})"
+                ),
             )
         return found
 

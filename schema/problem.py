@@ -17,9 +17,9 @@ from .records import (
     PositiveRate,
     Ratio,
     Seconds,
-    nearest,
     record,
 )
+from .spelling import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,8 @@ class Problem:
             known[name] = profile
         for name in self.pool.num_devices:
             if name not in known:
-                guess = nearest(name, list(known))
                 raise ProblemError(
-                    f"no profile of device type {name!r}"
-                    + (f"; did you mean {guess!r}?" if guess else ""),
+                    f"no profile of device type {name!r}" + did_you_mean(name, known, before="; "),
                     hint=f"profiled types: {', '.join(sorted(known))}",
                 )
         return [

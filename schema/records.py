@@ -15,7 +15,7 @@ from pydantic_core import ArgsKwargs
 
 from .errors import ProblemError
 from .foreign import in_tuples, plain
-from .spelling import nearest as nearest
+from .spelling import did_you_mean
 
 T = TypeVar("T")
 
@@ -161,8 +161,8 @@ def _sentence(fault: Any, error: ValidationError) -> str:
             for f in error.errors(include_url=False)
             if f["type"] == "missing" and f["loc"][:-1] == fault["loc"][:-1]
         ]
-        guess = nearest(key, missing + sorted(_KNOWN_KEYS - {key}))
-        return f"unknown key; did you mean {guess!r}?" if guess else "unknown key; remove it"
+        known = missing + sorted(_KNOWN_KEYS - {key})
+        return f"unknown key; {did_you_mean(key, known, 'remove it')}"
     if kind == "value_error":
         return str(context["error"])
     if kind in _RULES:

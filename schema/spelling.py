@@ -1,6 +1,7 @@
 """What users type: the name that they meant, whole numbers."""
 
 import difflib
+from collections.abc import Iterable
 
 
 def whole_number(text: str) -> int | None:
@@ -16,3 +17,12 @@ def nearest(name: str, known: list[str] | tuple[str, ...]) -> str | None:
     lowered = {k.lower(): k for k in known}
     found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
     return lowered[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, before: str = "") -> str:
+    """What an error says of a name that is not ``known``: ``did you mean 'V100'?``, or otherwise.
+
+    ``before`` stands before the question, such as ``"; "``.
+    """
+    guess = nearest(name, tuple(known))
+    return f"{before}did you mean {guess!r}?" if guess else otherwise

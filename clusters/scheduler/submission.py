@@ -24,7 +24,7 @@ from ...schema.jobs import Entity, Jobs, ModelThroughput, Throughputs
 from ...schema.launch import Determinism
 from ...schema.options import option, options
 from ...schema.records import Count, Index, Name, Positive, PositiveSeconds, record
-from ...schema.spelling import nearest
+from ...schema.spelling import did_you_mean
 from ..engines.accounts import Account
 from .store import ClusterStore
 from .view import job_number
@@ -509,10 +509,10 @@ def _check_entity(store: ClusterStore, asked: Submission, member: Account | None
     if asked.entity is not None and known is not None:
         names = [one["name"] for one in known]
         if asked.entity not in names:
-            guess = nearest(asked.entity, names)
+            has = f"it has {', '.join(names)[:200]}"
             raise ProblemError(
                 f"entity {asked.entity!r}: the cluster has none of that name",
-                hint=f"did you mean {guess!r}?" if guess
-                else f"it has {', '.join(names)[:200]}" if names
+                hint=did_you_mean(asked.entity, names, has)
+                if names
                 else f"start it with {option('entities', 'FILE')}",
-            )  # fmt: skip
+            )

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import Job, Throughputs
-from ...schema.records import nearest
+from ...schema.spelling import did_you_mean
 from ..mechanisms.cluster.pool import ClusterPool
 
 LONGEST_SECONDS = 1e8  # three years: a run goes through every round of them
@@ -149,8 +149,7 @@ def draw_jobs(options: DrawOptions, throughputs: Throughputs) -> Iterator[Job]:
     models = [model for (model, scale), rate in rates.items() if scale == 1 and rate > 0]
     if not models:
         types = sorted({t for entry in throughputs.models for t in entry.steps_per_second})
-        guess = nearest(device, types)
-        fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(types)}"
+        fix = did_you_mean(device, types, f"known: {', '.join(types)}")
         raise ProblemError(f"no model has a throughput on device type {device!r}; {fix}")
     scales = {scale for (model, scale), rate in rates.items() if rate > 0 and model in models}
     random = np.random.default_rng(options.seed)

@@ -16,8 +16,8 @@ from ...schema.jobs import Entity, Job, Throughputs, consolidated_devices
 from ...schema.market import utc_text
 from ...schema.options import option
 from ...schema.plugins import Registry
-from ...schema.records import nearest
 from ...schema.simulation import SimulationRun
+from ...schema.spelling import did_you_mean
 from ...solvers.market.offers import Prices
 from ..mechanisms.allocators.named import allocator_named, always_pairs
 from ..mechanisms.allocators.shares import Allocator
@@ -109,8 +109,7 @@ class Case:
     def __post_init__(self) -> None:
         if self.scheduler != MARKET and SCHEDULERS.find(self.scheduler) is None:
             known = (*SCHEDULERS.names(), MARKET)
-            guess = nearest(self.scheduler, known)
-            fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
+            fix = did_you_mean(self.scheduler, known, f"known: {', '.join(known)}")
             raise ProblemError(f"no scheduler {self.scheduler!r}; {fix}")
         if self.space_sharing and not self.mechanism.is_in_rounds:
             raise ProblemError(

@@ -15,7 +15,7 @@ from ...schema.errors import FileError, HetflowError, ProblemError
 from ...schema.files import read_text
 from ...schema.foreign import Lines, Table, lines_of, without_index
 from ...schema.jobs import Entity, Job, Jobs, ModelThroughput, PairThroughput, Throughputs
-from ...schema.records import nearest
+from ...schema.spelling import did_you_mean
 from .registry import jobs_importer
 
 
@@ -226,10 +226,9 @@ def _check_header(
     wanted = ", ".join(columns)
     for name in names:
         if name not in columns:
-            guess = nearest(name, list(columns))
             raise FileError(
                 f"{table}: line 1: unknown column {name[:60]!r}"
-                + (f"; did you mean {guess!r}?" if guess else ""),
+                + did_you_mean(name, columns, before="; "),
                 hint=f"columns are {wanted}",
             )
         if names.count(name) > 1:

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from ...schema.errors import FileError, HetflowError
 from ...schema.jobs import Job, Throughputs
-from ...schema.records import nearest
+from ...schema.spelling import did_you_mean
 
 CHUNK = 1 << 16
 LONGEST = 1 << 24  # characters of one job
@@ -99,8 +99,7 @@ class PhillyTrace:
                 rates.setdefault(entry.scale_factor, []).append((entry.model, rate))
         if not rates:
             types = sorted({t for e in self.throughputs.models for t in e.steps_per_second})
-            guess = nearest(self.reference_device, types)
-            fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(types)}"
+            fix = did_you_mean(self.reference_device, types, f"known: {', '.join(types)}")
             raise FileError(
                 f"{self.path}: no model has a throughput on {self.reference_device!r}; {fix}"
             )

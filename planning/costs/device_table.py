@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...schema.errors import ProblemError
-from ...schema.spelling import nearest
+from ...schema.spelling import did_you_mean
 
 _GIB = 2**30
 _TERA = 1e12
@@ -163,10 +163,9 @@ def spec_of(name: str, specs: Sequence[DeviceSpec] = SPECS) -> DeviceSpec:
         if name.lower() in (spec.name.lower(), spec.device_type.lower()):
             return spec
     known = [known for spec in specs for known in (spec.device_type, spec.name)]
-    guess = nearest(name, known)
     types = ", ".join(dict.fromkeys(spec.device_type for spec in specs))
     raise ProblemError(
         f"spec:{name}: the device table has no such device"
-        + (f"; did you mean {guess!r}?" if guess else ""),
+        + did_you_mean(name, known, before="; "),
         hint=f"it has {types}, and their forms, such as A100-SXM4-80GB",
     )

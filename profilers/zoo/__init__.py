@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from ...schema.errors import TargetError
-from ...schema.records import nearest
+from ...schema.spelling import nearest
 
 _FACTORIES = {
     "mlp": ("synthetic", "mlp"),

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...schema.errors import BackendError, ProblemError
 from ...schema.plugins import Registry
-from ...schema.spelling import nearest
+from ...schema.spelling import did_you_mean
 from ..effort import OutOfTimeError, never
 from .engine import Outcome
 from .goals import Goal, LeastCurve, MaxMin
@@ -154,8 +154,7 @@ def policy_named(name: str) -> Policy:
     found = POLICIES.find(name)
     if found is None:
         known = POLICIES.names()
-        guess = nearest(name, known)
-        fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
+        fix = did_you_mean(name, known, f"known: {', '.join(known)}")
         raise ProblemError(f"no policy {name!r}; {fix}")
     return found
 

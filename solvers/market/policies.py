@@ -25,7 +25,7 @@ from math import ceil, floor
 
 from ...schema.errors import ProblemError
 from ...schema.options import told
-from ...schema.spelling import nearest
+from ...schema.spelling import did_you_mean
 from .chain import Chain
 from .dynamic_program import Programs
 from .job import Held, Moment, RentJob, RentPolicy, guarded
@@ -148,10 +148,9 @@ def policy_of(name: str, job: RentJob, history: Chain | None) -> RentPolicy:
     if name in PLAIN:
         return PLAIN[name]
     if name != LEARNED:
-        guess = nearest(name, NAMES)
         raise ProblemError(
             f"no rent policy {name!r}; known are {', '.join(NAMES)}",
-            hint=f"did you mean {guess!r}?" if guess else None,
+            hint=did_you_mean(name, NAMES) or None,
         )
     if history is None:
         hint = told("add {history=FILE}, or with zones by time {learn_until=TIME}")

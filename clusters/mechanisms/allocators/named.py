@@ -7,7 +7,7 @@ import numpy as np
 
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.jobs import Entity
-from ....schema.spelling import nearest
+from ....schema.spelling import did_you_mean
 from ....solvers.allocation import Instance, Policy, make_instance, solve
 from ....solvers.allocation.engine import Outcome
 from ....solvers.allocation.goals import MaxMin
@@ -195,8 +195,7 @@ def allocator_named(
         return baseline.make(seed)
     if policy is None:
         known = [*POLICIES.names(), *BASELINES.names(), *others]
-        guess = nearest(name, known)
-        fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
+        fix = did_you_mean(name, known, f"known: {', '.join(known)}")
         raise ProblemError(f"no policy {name!r}; {fix}")
     if policy.incremental is not None and not columns:
         weighted = policy.incremental.weighted

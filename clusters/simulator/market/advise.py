@@ -5,7 +5,7 @@ from math import floor
 
 from ....schema.errors import ProblemError
 from ....schema.market import RentAdvice, RentState, held_text
-from ....schema.spelling import nearest
+from ....schema.spelling import did_you_mean
 from ....solvers.market import policies as known
 from ....solvers.market.job import Held, Moment, RentJob, RentPolicy
 from ....solvers.market.windows import Traces
@@ -90,10 +90,9 @@ def _moment(job: RentJob, zones: Sequence[str], state: RentState) -> Moment:
     seen = (*state.available, *state.spot_dollars_per_hour)
     for name in (*seen, *([state.zone] if state.zone else [])):
         if name not in zones:
-            guess = nearest(name, list(zones))
             raise ProblemError(
                 f"the state is of zone {name!r}; the offers are of {', '.join(zones)}",
-                hint=f"did you mean {guess!r}?" if guess else None,
+                hint=did_you_mean(name, zones) or None,
             )
     there = tuple(min(state.available.get(name, 0), job.num_machines) for name in zones)
     place = None if state.zone is None else zones.index(state.zone)
