@@ -477,12 +477,34 @@ def _loaded(target: targets.Target, fake: Any) -> targets.Workload:
     from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 
     try:
-        return targets.load(target)
+        with _convertible(fake):
+            return targets.load(target)
     except (TargetError, DataDependentOutputException):  # such as of torch's trunc_normal_
         with unset_fake_temporarily():
             workload = targets.load(target)  # its own fault, if it is one, ends here
         _fake_weights(workload.model, fake)
         return workload
+
+
+@contextmanager
+def _convertible(fake: Any) -> Iterator[None]:
+    """Let a factory convert its model, as ``model.to(torch.bfloat16)`` does.
+
+    torch then swaps tensors, and refuses those that the fake mode's memory of conversions knows.
+    """
+    import torch
+
+    swap = torch.utils.swap_tensors
+
+    def forgotten(one: Any, other: Any) -> None:
+        fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        swap(one, other)
+
+    torch.utils.swap_tensors = forgotten
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 def _fake_weights(model: Any, fake: Any) -> None:

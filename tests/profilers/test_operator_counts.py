@@ -41,6 +41,10 @@ def huge():
     model = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(20)))
     return model, lambda n: torch.randn(n, 100_000), lambda m, x: m(x).sum()
 
+def converted_huge():
+    model, make, loss = huge()
+    return model.to(torch.bfloat16), lambda n: make(n).to(torch.bfloat16), loss
+
 def scaled():
     model, make, loss = workload()
     mean = float(make(1000).mean())  # no tensor has a value while it is counted
@@ -188,9 +192,10 @@ def test_an_update_moves_weights_gradients_and_state(file: Path) -> None:
 
 
 def test_a_model_of_800_gigabytes_is_counted_here(file: Path) -> None:
-    found = count_model(targets.parse(f"{file}:huge"), (2,), (), "sgd")
-    assert found.weight_bytes == 4 * 20 * (10**10 + 10**5)
-    assert flops(found.passes[0].forward) == 20 * 2 * 2 * 10**10
+    for name, width in (("huge", 4), ("converted_huge", 2)):
+        found = count_model(targets.parse(f"{file}:{name}"), (2,), (), "sgd")
+        assert found.weight_bytes == width * 20 * (10**10 + 10**5)
+        assert flops(found.passes[0].forward) == 20 * 2 * 2 * 10**10
 
 
 def test_a_factory_that_needs_values_is_built_with_them(file: Path) -> None:
