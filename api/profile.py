@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schema import files
+from ..schema.choices import Activations
 from ..schema.errors import FileError, ProblemError
 from ..schema.optimizer import named_optimizer
 from ..schema.options import option
@@ -85,6 +86,12 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
         )
         limits = parse_sizes(text, limits)
         parsed = replace(parsed, few_samples=max(parsed.few_samples, min(limits.sizes or (1,))))
+    wanted: dict[Activations, bool] = {
+        "recomputed": request.recompute,
+        "offloaded": request.offload,
+    }
+    activations = tuple(how for how, is_wanted in wanted.items() if is_wanted)
+    flag = option("recompute" if request.recompute else "offload")
     options = replace(
         options,
         limits=limits,
@@ -93,13 +100,13 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
         sync_devices=request.sync_devices,
         links=request.links,
         layers_at=tuple(dict.fromkeys(request.microbatch_sizes)) if request.layers else (),
-        recompute=request.recompute,
+        activations=activations,
         command=request.command,
     )
     specs = specs_of(request.devices)
-    if request.recompute and request.from_profile is not None:
+    if activations and request.from_profile is not None:
         raise ProblemError(
-            f"{option('recompute')} is measured or estimated, and not carried",
+            f"{flag} is measured or estimated, and not carried",
             hint=f"leave it or {option('from_profile')} out",
         )
     if specs:
@@ -116,7 +123,7 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
             optimizer=request.optimizer,
             layers_at=options.layers_at,
             precision=request.precision,
-            recompute=request.recompute,
+            activations=activations,
             carried=_measured(request.from_profile),
             command=request.command,
         )
@@ -129,10 +136,15 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
             hint=f"add {option('devices', 'spec:NAME')}",
         )
     requests = parse_requests(request.devices, local_devices())
-    if request.recompute and any(each.speed is not None for each in requests):
+    if activations and any(each.speed is not None for each in requests):
         raise ProblemError(
-            f"{option('recompute')}: an emulated device keeps the times of plain passes",
+            f"{flag}: an emulated device keeps the times of plain passes",
             hint="leave it out, or profile the device that is here",
+        )
+    if request.offload and any(each.local.is_host for each in requests):
+        raise ProblemError(
+            f"{option('offload')}: a CPU's activations are on the host already",
+            hint="leave it out, or profile the CPU by a command of its own",
         )
     capabilities = {request.device_type: request.local.compute_capability for request in requests}
     for remark in (emulated_bfloat16(capabilities), mixed_tf32(capabilities, os.environ)):
@@ -152,8 +164,9 @@ def _check_script(request: ProfileRequest) -> None:
         said = f"{option('layers')} and {option('links')}: a script's loop trains the whole model"
     elif specs_of(request.devices):
         said = "spec: devices are estimated, and a script is measured where it runs"
-    elif request.recompute:
-        said = f"{option('recompute')}: a script's loop decides itself what it recomputes"
+    elif request.recompute or request.offload:
+        flags = f"{option('recompute')} and {option('offload')}"
+        said = f"{flags}: a script's loop decides itself what it recomputes"
     elif request.optimizer is not None:
         said = f"{option('optimizer')}: a script has its own"
     if said is not None:

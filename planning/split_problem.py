@@ -18,7 +18,7 @@ from ..schema.problem import (
     ShardedProblem,
     SplitProblem,
 )
-from ..schema.profile import BatchPoint, Profile
+from ..schema.profile import BatchPoint, Profile, changed_curves
 from .costs.compute import busy_ratio, point_at
 from .costs.memory import fitting_points, reserve_of, with_reserve
 from .costs.sharding import unit_bytes
@@ -86,11 +86,7 @@ def split_problem(
         states = _states(used, optimizer, shards, link)
         more = COMPARED_BYTES + CUT_BYTES * states["num_units"]
         asked["devices"] = tuple(
-            replace(
-                option,
-                batch_curve=_raised(option.batch_curve, more),
-                recomputed_curve=_raised(option.recomputed_curve, more),
-            )
+            replace(option, **changed_curves(option, lambda how, curve: _raised(curve, more)))
             for option in options
             if isinstance(option, ShardedDevices)
         )
@@ -213,8 +209,7 @@ def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
     busy = profile.busy and replace(profile.busy, batch_curve=with_state(profile.busy.batch_curve))
     return replace(
         profile,
-        batch_curve=with_state(profile.batch_curve),
-        recomputed_curve=with_state(profile.recomputed_curve),
+        **changed_curves(profile, lambda how, curve: with_state(curve)),
         busy=busy,
         optimizer=optimizer,
     )
@@ -268,18 +263,22 @@ def _option(
     }
     if not shares_states:
         return DeviceOption(**terms)
-    again = profile.recomputed_curve
-    if busy is not None:  # they were measured alone
-        again = tuple(
+
+    def beside_others(curve: tuple[BatchPoint, ...]) -> tuple[BatchPoint, ...]:
+        if busy is None:
+            return curve
+        return tuple(
             replace(
                 point,
                 step_seconds=point.step_seconds
                 * busy_ratio(profile.batch_curve, busy.batch_curve, point.batch_size),
                 peak_memory_bytes=point.peak_memory_bytes + (profile.group_workspace_bytes or 0),
             )
-            for point in again
+            for point in curve
         )
-    return ShardedDevices(**terms, memory_bytes=limit, recomputed_curve=again)
+
+    others = changed_curves(profile, lambda how, curve: beside_others(curve))
+    return ShardedDevices(**{**others, **terms}, memory_bytes=limit)
 
 
 def _does_not_fit(used: Sequence[Profile]) -> InfeasibleError:

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -22,10 +21,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ..devices import memory
 from ..devices.backend import backend_of, is_out_of_memory
 from ..devices.collectives import HOST_COLLECTIVE
+from ..runtime.activations import treated
 from ..runtime.emulation import PassHolder
 from ..runtime.measurements import reference_seconds
-from ..runtime.recompute import recomputing
 from ..runtime.setup import keep_freed_memory
+from ..schema.choices import Activations
 from ..schema.errors import HetflowError
 from ..schema.options import option
 from ..schema.plan import PassTime
@@ -203,15 +203,15 @@ def _hold(
 
 
 def _measured(
-    bench: Bench, batch_size: int, policy: RepeatPolicy, recompute: bool
+    bench: Bench, batch_size: int, policy: RepeatPolicy, activations: Activations
 ) -> dict[str, Any]:
-    with recomputing(bench.model) if recompute else nullcontext():
+    with treated(bench.model, activations):
         return dataclasses.asdict(bench.measure(batch_size, policy))
 
 
 _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "measure": lambda bench, batch_size, policy, recompute: _measured(
-        bench, batch_size, RepeatPolicy(**policy), recompute
+    "measure": lambda bench, batch_size, policy, activations: _measured(
+        bench, batch_size, RepeatPolicy(**policy), activations
     ),
     "optimizer_state": lambda bench, batch_size: bench.optimizer_state(batch_size),
     "hold": _hold,

@@ -13,7 +13,7 @@ from typing import Any
 from .. import __version__
 from ..planning.costs.device_table import DeviceSpec, spec_of
 from ..planning.costs.estimate import RESERVE_BYTES, Estimator, carried_profile, estimated_profile
-from ..schema.choices import Precision
+from ..schema.choices import Activations, Precision
 from ..schema.errors import HetflowError, ProblemError, TargetError
 from ..schema.operator_counts import ModelCounts, PassCounts
 from ..schema.options import option
@@ -37,7 +37,7 @@ class EstimateOptions:
     """How to estimate.
 
     ``sizes`` None means powers of two and their midpoints, from ``first`` until memory or the
-    gain ends. ``recompute`` also estimates passes whose repeated layers are recomputed.
+    gain ends. ``activations`` are further ways to treat those of repeated layers.
     ``optimizer`` None counts DEFAULT_OPTIMIZER where the target brings none, and the
     profile says that nobody chose it. ``layers_at`` are microbatch sizes; none leaves layers out.
     ``carried`` is a measured profile of the model to carry to the devices.
@@ -49,7 +49,7 @@ class EstimateOptions:
     optimizer: str | None = None
     layers_at: tuple[int, ...] = ()
     precision: Precision | None = None
-    recompute: bool = False
+    activations: tuple[Activations, ...] = ()
     carried: Profile | None = None
     command: str = ""
 
@@ -169,7 +169,7 @@ def _counts(target: Target, specs: Sequence[DeviceSpec], options: EstimateOption
                 optimizer=options.optimizer or DEFAULT_OPTIMIZER,
                 is_default=options.optimizer is None,
                 precision=options.precision,
-                recompute=options.recompute,
+                activations=options.activations,
             )
             plain = child.receive(_ANSWER_SECONDS)
         except ChildDied as death:
@@ -199,7 +199,7 @@ def answer_counts(
     optimizer: str,
     is_default: bool,
     precision: Precision | None,
-    recompute: bool,
+    activations: Sequence[Activations],
 ) -> dict[str, Any]:
     """What the counting process answers: the counts as plain data."""
     from ..schema.files import to_plain
@@ -215,7 +215,7 @@ def answer_counts(
         optimizer,
         is_default=is_default,
         precision=precision,
-        recompute=recompute,
+        activations=activations,
         is_enough=(
             (lambda standing, passes: False)
             if sizes

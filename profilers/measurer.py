@@ -10,6 +10,7 @@ from ..devices.backend import says_out_of_memory
 from ..devices.cpu import DEVICE_TYPE
 from ..runtime.measurements import StepTimes
 from ..schema import files
+from ..schema.choices import Activations
 from ..schema.errors import TargetError
 from ..schema.plan import PassTime
 from ..schema.profile import BatchPoint
@@ -82,21 +83,21 @@ class Measurer:
         return self.facts
 
     def measure(
-        self, batch_size: int, policy: RepeatPolicy, *, recompute: bool = False
+        self, batch_size: int, policy: RepeatPolicy, *, activations: Activations = "kept"
     ) -> SizeResult | None:
         """Measure one batch size; None where it does not fit the device's memory.
 
         Args:
             batch_size: Samples of a pass.
             policy: How often to repeat it.
-            recompute: Whether repeated layers are recomputed.
+            activations: What becomes of those of repeated layers.
 
         Raises:
             TargetError: The workload is at fault, or gave no answer in time.
         """
         asked = dataclasses.asdict(policy)
         try:
-            how = {} if self._loading.target.is_script else {"recompute": recompute}
+            how = {} if self._loading.target.is_script else {"activations": activations}
             answer = self._ask("measure", batch_size=batch_size, policy=asked, **how)
         except MemoryError:
             # What it has left behind (a half-built graph, fragments) must not count later.

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..devices.host import TORCH_DEVICE
 from ..runtime.nested_tensors import mapped, storage_key, tensors_in
-from ..schema.choices import Precision
+from ..schema.choices import Activations, Precision
 from ..schema.errors import TargetError
 from ..schema.operator_counts import (
     CoreCounts,
@@ -324,7 +324,7 @@ def count_model(
     is_default: bool = False,
     precision: Precision | None = None,
     is_enough: Callable[[int, Sequence[PassCounts]], bool] = lambda standing, passes: False,
-    recompute: bool = False,
+    activations: Sequence[Activations] = (),
 ) -> ModelCounts:
     """Count a target's training at several batch sizes.
 
@@ -337,7 +337,7 @@ def count_model(
         precision: One of 16 bits: count training under torch.autocast with it.
         is_enough: Asked after each size, with the bytes that stand between steps and the passes
             so far, whether larger sizes may be left out.
-        recompute: Whether to count passes with repeated layers recomputed, too.
+        activations: Further ways to treat those of repeated layers.
 
     Raises:
         TargetError: The workload is at fault, or what it does depends on values.
@@ -356,7 +356,7 @@ def count_model(
         workload = replace(workload, make_batch=partial(_faked_batch, fake, make))
         bench = Bench(workload, TORCH_DEVICE, optimizer)
         with _values_are_missing(target), _mixed_precision(precision):
-            counts = _counted(bench, sizes, layers_at, is_enough, recompute)
+            counts = _counted(bench, sizes, layers_at, is_enough, activations)
     if workload.make_optimizer is None:
         named = replace(counts.optimizer, name=optimizer, is_default=is_default)
         counts = replace(counts, optimizer=named)
@@ -494,7 +494,7 @@ def _convertible(fake: Any) -> Iterator[None]:
     """
     import torch
 
-    swap = torch.utils.swap_tensors
+    swap: Any = torch.utils.swap_tensors
 
     def forgotten(one: Any, other: Any) -> None:
         fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
@@ -589,11 +589,11 @@ def _counted(
     sizes: Sequence[int],
     layers_at: Sequence[int],
     is_enough: Callable[[int, Sequence[PassCounts]], bool],
-    recompute: bool,
+    activations: Sequence[Activations],
 ) -> ModelCounts:
     import torch
 
-    from ..runtime.recompute import recomputing
+    from ..runtime.activations import treated
 
     def passes_of() -> tuple[PassCounts, ...]:
         passes: list[PassCounts] = []
@@ -613,10 +613,10 @@ def _counted(
     state = sum(map(_state_bytes, bench.optimizer.state.values()))
     grads = [p.grad for p in bench.model.parameters() if p.grad is not None]
     standing = sum(map(_bytes, [*bench.model.parameters(), *bench.model.buffers(), *grads])) + state
-    passes, recomputed = passes_of(), tuple[PassCounts, ...]()
-    if recompute:
-        with recomputing(bench.model):
-            recomputed = passes_of()
+    passes, others = passes_of(), dict[Activations, tuple[PassCounts, ...]]()
+    for how in activations:
+        with treated(bench.model, how):
+            others[how] = passes_of()
     tables, divisor, reason = _with_roles(bench, [_table(bench, size) for size in layers_at])
     return ModelCounts(
         weight_bytes=bench.weight_bytes,
@@ -631,7 +631,7 @@ def _counted(
         update=update.operators,
         update_workspace_bytes=update.peak_bytes,
         passes=passes,
-        recomputed=recomputed,
+        others=others,
         tables=tables,
         torch=torch.__version__,
         tensor_divisor=divisor,
@@ -672,7 +672,7 @@ def _state_bytes(state: Any) -> int:
 
 def _pass(bench: Bench, size: int) -> PassCounts:
     batch = bench.make_batch(size)
-    with tallied() as tally:
+    with _offloads_counted() as lane, tallied() as tally:
         loss = bench.loss_of(batch)
         forward, kept = tally.operators, tally.live_bytes
         before = tally.calls.copy()
@@ -684,7 +684,37 @@ def _pass(bench: Bench, size: int) -> PassCounts:
         kept_bytes=max(0, kept),
         peak_bytes=tally.peak_bytes,
         batch_bytes=sum(map(_bytes, _tensors(batch))),
+        offloaded_bytes=lane.num_bytes,
     )
+
+
+class _CountedLane:
+    """Takes activations to no host (``runtime.offload``), and counts their bytes."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def put(self, values: list[Any]) -> tuple[list[Any], None]:
+        self.num_bytes += sum(map(_bytes, values))
+        return [(len(one), one.dtype) for one in values], None
+
+    def get(self, held: list[Any]) -> tuple[list[Any], None]:
+        import torch
+
+        return [torch.empty(length, dtype=dtype) for length, dtype in held], None
+
+
+@contextmanager
+def _offloads_counted() -> Iterator[_CountedLane]:
+    import torch
+
+    from ..runtime.offload import LANES
+
+    LANES[torch.device(TORCH_DEVICE)] = lane = _CountedLane()
+    try:
+        yield lane
+    finally:
+        del LANES[torch.device(TORCH_DEVICE)]
 
 
 def _merged(calls: Counter[Operator]) -> tuple[Operator, ...]:

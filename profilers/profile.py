@@ -12,10 +12,12 @@ from typing import Any
 from .. import __version__
 from ..devices.backend import DeviceRequest
 from ..devices.local import pinned
+from ..schema.choices import Activations
 from ..schema.device_memory import BesideTensors
 from ..schema.errors import HetflowError, TargetError
 from ..schema.optimizer import OptimizerState
 from ..schema.profile import (
+    CURVES,
     BatchPoint,
     BusyHost,
     Emulation,
@@ -47,7 +49,7 @@ class ProfileOptions:
     ``limits`` say which sizes there are, ``loop`` how well each is measured; ``sync_seconds``,
     ``exchange_seconds`` and ``hold_seconds`` are for synchronisation in the loop, for all-reduces
     by themselves and pipelines each, and for held passes of each emulated type.
-    ``recompute`` also measures passes whose repeated layers are recomputed.
+    ``activations`` are further ways to treat those of repeated layers, which are measured too.
     ``layers_at`` are the microbatch sizes to profile layers at; none leaves them out.
     ``links`` measures links and all-reduces over sizes; None links alone, where layers are
     profiled.
@@ -63,7 +65,7 @@ class ProfileOptions:
     links: bool | None = None
     command: str = ""
     layers_at: tuple[int, ...] = ()
-    recompute: bool = False
+    activations: tuple[Activations, ...] = ()
 
     @classmethod
     def for_stated_sizes(cls) -> "ProfileOptions":
@@ -77,7 +79,7 @@ class _Base:
     """What was measured on a real device; emulated types of it share it."""
 
     curve: Curve
-    recomputed: Curve | None
+    others: dict[Activations, Curve]
     alone: Carried
     no_loading: str | None
     optimizer: OptimizerState
@@ -241,14 +243,16 @@ def _measure(
             layers.append(
                 as_in_the_loop(found, _pass_seconds(found, costs, measurer, options, say))
             )
-        recomputed = None
-        if options.recompute:
-            recomputed = measure_curve(
-                lambda size: measurer.measure(size, limits.repeats, recompute=True),
+
+        def treated(how: Activations) -> Curve:
+            return measure_curve(
+                lambda size: measurer.measure(size, limits.repeats, activations=how),
                 _limits_of(request, limits),
                 clock,
-                lambda size: say(f"recomputed, batch size {size}"),
+                lambda size: say(f"{how}, batch size {size}"),
             )
+
+        others = {how: treated(how) for how in options.activations}
         facts, death = measurer.facts, measurer.death
         base_memory = measurer.base_memory(curve.results[0].batch_size)
     except HetflowError as error:
@@ -275,7 +279,7 @@ def _measure(
     link, links_provenance = _measure_links(request, options, layers, say)
     return _Base(
         curve=_fitting(curve, costs),
-        recomputed=recomputed,
+        others=others,
         alone=carried,
         no_loading=measurer.no_loading,
         optimizer=_optimizer(kept, facts["weight_bytes"], options),
@@ -421,10 +425,8 @@ def _bytes_of(result: SizeResult, aside: int) -> dict[str, Any]:
     return found | {"peak_memory_bytes": result.peak_memory_bytes + aside}
 
 
-def _recomputed_points(base: _Base) -> tuple[BatchPoint, ...]:
-    """Recomputed passes, as much longer in the loop than alone as others of about their sizes."""
-    if base.recomputed is None:
-        return ()
+def _other_points(base: _Base, measured: Curve) -> tuple[BatchPoint, ...]:
+    """Passes with other activations, as much longer in the loop as kept ones of about that size."""
     own = {result.batch_size: result.timing.median_seconds for result in base.curve.results}
     ratios = {p.batch_size: p.step_seconds / own[p.batch_size] for p in base.costs.points}
     return tuple(
@@ -434,7 +436,7 @@ def _recomputed_points(base: _Base) -> tuple[BatchPoint, ...]:
             * ratios[min(ratios, key=lambda size: abs(size - result.batch_size))],
             **_bytes_of(result, base.update_workspace_bytes or 0),
         )
-        for result in base.recomputed.results
+        for result in measured.results
     )
 
 
@@ -490,6 +492,7 @@ def _profile(
     progress: Progress,
 ) -> Profile:
     points = _points(base, base.costs)
+    others: dict[str, Any] = {CURVES[how]: _other_points(base, c) for how, c in base.others.items()}
     provenance = _provenance(request, options, base)
     emulation = None
     busy = _busy_host(base)
@@ -510,7 +513,7 @@ def _profile(
         frozen_weight_bytes=base.facts.get("frozen_weight_bytes"),
         update_seconds=base.costs.update.median_seconds,
         batch_curve=points,
-        recomputed_curve=_recomputed_points(base),
+        **others,
         fixed_seconds=base.costs.fixed_seconds,
         step_error=max(known) if known else None,
         busy=busy,

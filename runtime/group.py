@@ -20,6 +20,7 @@ from ..devices.collectives import HOST_COLLECTIVE, choose_collective, is_on_devi
 from ..devices.emulated import base_type
 from ..devices.host import TORCH_DEVICE
 from ..devices.local import device_of_type, own_type
+from ..schema.choices import Activations
 from ..schema.errors import HetflowError, LaunchError, PeerLostError, TargetError
 from ..schema.files import to_json
 from ..schema.launch import Determinism, WorkerSlot
@@ -255,9 +256,9 @@ class Place:
         return self.world_size > 1
 
     @property
-    def recomputes(self) -> bool:
-        """Whether the repeated layers of this worker's model are recomputed."""
-        return self.slot is not None and bool(self.slot.recompute)
+    def activations(self) -> Activations:
+        """What becomes of the activations of this worker's repeated layers."""
+        return (self.slot and self.slot.activations) or "kept"
 
 
 class _Jobs:

@@ -397,7 +397,7 @@ class SplitEngine:
         if self.shared_states is not None:
             place = self._session.place
             self.shared_states.take(place, _order_of(place))
-            self.shared_states.recompute(place.recomputes)
+            self.shared_states.treat(place.activations)
 
     def shared(self) -> list[SharedTensors]:
         """Parameters, and buffers as the script last wrote them: equal on all workers."""
@@ -464,7 +464,7 @@ def _shared_states_of(session: Session) -> SharedStates | None:
         return None
     order = _order_of(session.place)
     states = SharedStates(session, config.shard, shares_of(config), order, kept_of(config))
-    states.recompute(session.place.recomputes)
+    states.treat(session.place.activations)
     return states
 
 

@@ -11,6 +11,8 @@ CostModelName = Literal["profiled", "closed-form", "measured"]
 StageCost = Literal["ring", "thesis", "published"]
 Shard = Literal["optimizer", "gradients", "all"]
 """Which states the replicas of a stage share; each includes those before it (ZeRO 5)."""
+Activations = Literal["kept", "recomputed", "offloaded"]
+"""What becomes of repeated layers' activations until they go back: offloaded is to the host."""
 AnyShard = Literal["auto", "none", "optimizer", "gradients", "all"]
 
 

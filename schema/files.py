@@ -132,7 +132,10 @@ def from_json(text: str, expected: type[R], *, name: str = "input") -> R:
     data = _parse(text, name)
     _check_schema(data, expected, name)
     try:
-        found: R = adapter_of(expected).validate_json(json.dumps(_with_newer_plans(data, name)))
+        data = _with_newer_plans(data, name)
+        if '"recompute"' in text and '"state_share_bytes"' in text:
+            data = _with_activations(data)
+        found: R = adapter_of(expected).validate_json(json.dumps(data))
     except ValidationError as error:
         faults = faults_of(error)
         raise FileError(f"{name}: {'; '.join(faults)}") from None
@@ -179,6 +182,18 @@ def _with_newer_plans(data: dict[str, Any], name: str) -> dict[str, Any]:
             raise FileError(f"{name}: $.kind: missing; add one of {known}")
         raise FileError(f"{name}: $.kind: must be one of {known}, got {str(kind)[:60]!r}")
     return converted(data)
+
+
+def _with_activations(value: Any) -> Any:
+    """Where workers share states, earlier files say ``recompute`` of their ``activations``."""
+    if isinstance(value, list):
+        return list(map(_with_activations, value))
+    if not isinstance(value, dict):
+        return value
+    found = {key: _with_activations(entry) for key, entry in value.items()}
+    if "state_share_bytes" in found and found.pop("recompute", None):
+        found["activations"] = "recomputed"
+    return found
 
 
 def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from .choices import Shard
+from .choices import Activations, Shard
 from .cluster import Cluster
 from .errors import ProblemError, TargetError
 from .layer_trace import LayerTrace
@@ -36,8 +36,8 @@ class WorkerSlot:
 
     ``device`` is the device that the plan assigned: its index among the devices of its type,
     counted host by host. None accepts any device of the type. ``state_share_bytes`` are the weights
-    whose states it keeps; None: all, or in a pipeline as many as others of its stage. With
-    ``recompute`` it computes the activations of repeated layers again in backward passes.
+    whose states it keeps; None: all, or in a pipeline as many as others of its stage.
+    ``activations`` are those of repeated layers; None keeps them.
     """
 
     rank: Index
@@ -45,7 +45,7 @@ class WorkerSlot:
     virtual_nodes: tuple[VirtualNode, ...]
     device: Index | None = None
     state_share_bytes: Bytes | None = None
-    recompute: bool | None = None
+    activations: Activations | None = None
 
     def __post_init__(self) -> None:
         if not self.virtual_nodes:

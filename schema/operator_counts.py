@@ -1,7 +1,9 @@
 """The operations and bytes of a model's passes per operator, counted without running them."""
 
+from dataclasses import field
 from typing import Literal
 
+from .choices import Activations
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
 from .records import Bytes, Count, Name, NonNegative, record
@@ -48,7 +50,8 @@ class PassCounts:
 
     ``kept_bytes`` are allocated when the forward pass ends; ``peak_bytes`` is the maximum at any
     time. Both do not include weights, buffers, gradients, optimizer state and the batch itself,
-    whose size is ``batch_bytes``.
+    whose size is ``batch_bytes``. ``offloaded_bytes`` go to the host in the forward pass, and come
+    back in the backward pass.
     """
 
     batch_size: Count
@@ -57,6 +60,7 @@ class PassCounts:
     kept_bytes: Bytes
     peak_bytes: Bytes
     batch_bytes: Bytes
+    offloaded_bytes: Bytes = 0
 
 
 @record
@@ -110,7 +114,7 @@ class ModelCounts:
     ``standing_bytes`` are the weights, buffers, gradients and optimizer state between two steps;
     ``update_workspace_bytes`` is what an update allocates temporarily. Tensor-parallel degrees must
     divide ``tensor_divisor``; it is None if the layers cannot be split, for ``no_tensor_reason``.
-    ``recomputed`` are passes whose repeated layers are recomputed, where they were asked for.
+    ``others`` are passes that do not keep all activations of repeated layers, where asked for.
     """
 
     weight_bytes: Bytes
@@ -125,4 +129,4 @@ class ModelCounts:
     tensor_divisor: Count | None = None
     no_tensor_reason: str | None = None
     frozen_weight_bytes: Bytes | None = None
-    recomputed: tuple[PassCounts, ...] = ()
+    others: dict[Activations, tuple[PassCounts, ...]] = field(default_factory=dict)

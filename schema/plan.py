@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from .choices import Shard, StageCost
+from .choices import Activations, Shard, StageCost
 from .cluster import Cluster
 from .device_memory import MemoryReserve
 from .errors import ProblemError
@@ -237,7 +237,8 @@ class ReplicaGroup:
 
     Where replicas share states, ``state_share_bytes`` are the most bytes of weights of which each
     keeps the states; in a stage of a pipeline, which deals layers whole, the share that these are
-    to come near. None: equal shares. ``recompute`` None takes the stage's.
+    to come near. None: equal shares. ``activations`` are those of a split's repeated layers; None
+    keeps them.
     """
 
     device_type: Name
@@ -254,7 +255,7 @@ class ReplicaGroup:
     measured_busy: bool = False
     exposed_seconds: Seconds | None = None
     state_share_bytes: Bytes | None = None
-    recompute: Recompute | None = None
+    activations: Activations | None = None
 
     def __post_init__(self) -> None:
         most = self.num_replicas * self.device_batch_size

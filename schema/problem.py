@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .choices import Shard
+from .choices import Activations, Shard
 from .cluster import Cluster
 from .errors import InfeasibleError, ProblemError
 from .optimizer import OptimizerState
 from .options import option
-from .profile import BatchPoint, Profile, Sync
+from .profile import BatchPoint, Profile, Sync, curves_of
 from .records import (
     Bytes,
     Count,
@@ -185,16 +185,17 @@ class ShardedDevices(DeviceOption):
     """Devices of one type that may share a model's states.
 
     ``batch_curve`` also holds sizes that do not fit with whole states: its peaks are those of a
-    device that holds all of them. ``recomputed_curve`` is the same with repeated layers recomputed.
+    device that holds all of them. The other curves are the same with other ``Activations``.
     """
 
     memory_bytes: PositiveBytes
     recomputed_curve: tuple[BatchPoint, ...] = ()
+    offloaded_curve: tuple[BatchPoint, ...] = ()
 
     @property
-    def passes(self) -> tuple[BatchPoint, ...]:
-        """All passes that are known: first those that recompute nothing."""
-        return self.batch_curve + self.recomputed_curve
+    def passes(self) -> list[tuple[Activations, BatchPoint]]:
+        """All passes that are known: first those that keep all activations."""
+        return [(how, point) for how, curve in curves_of(self).items() for point in curve]
 
 
 @record
@@ -236,8 +237,3 @@ class ShardedProblem(SplitProblem):
         SplitProblem.__post_init__(self)
         if self.num_devices < 2:
             raise InfeasibleError("states are shared by two devices or more, and the pool has one")
-
-    @property
-    def may_recompute(self) -> bool:
-        """Whether passes with recomputed layers are known."""
-        return any(kind.recomputed_curve for kind in self.devices)

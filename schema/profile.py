@@ -1,7 +1,9 @@
 """Profile: one model measured on one device type."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
+from .choices import Activations
 from .device_memory import BesideTensors
 from .errors import ProblemError
 from .estimate import Estimate
@@ -163,6 +165,26 @@ class BatchPoint:
     def pass_seconds(self) -> float:
         """Seconds of the model's own forward + backward pass, without loading and runtime work."""
         return self.step_seconds - (self.load_seconds or 0.0) - (self.virtual_node_seconds or 0.0)
+
+
+CURVES: dict[Activations, str] = {
+    "kept": "batch_curve",
+    "recomputed": "recomputed_curve",
+    "offloaded": "offloaded_curve",
+}
+"""Where a record of a device's passes has them, by what becomes of repeated layers' activations."""
+
+
+def curves_of(held: Any) -> dict[Activations, tuple[BatchPoint, ...]]:
+    """All curves of such a record, a ``Profile`` say."""
+    return {how: getattr(held, name) for how, name in CURVES.items()}
+
+
+def changed_curves(
+    held: Any, change: Callable[[Activations, tuple[BatchPoint, ...]], tuple[BatchPoint, ...]]
+) -> dict[str, Any]:
+    """The fields of all curves, each as ``change`` makes it, for ``dataclasses.replace``."""
+    return {CURVES[how]: change(how, curve) for how, curve in curves_of(held).items()}
 
 
 @record
@@ -381,8 +403,8 @@ class Profile(Shown):
     request for the next batch. ``busy`` has the measurements made while the host's other devices
     trained too.
 
-    ``recomputed_curve`` is ``batch_curve`` with repeated layers recomputed in backward passes;
-    empty if that was not asked for.
+    ``recomputed_curve`` is ``batch_curve`` with repeated layers recomputed in backward passes,
+    ``offloaded_curve`` with their activations on the host meanwhile; empty if not asked for.
 
     ``weight_bytes`` is also the number of gradient bytes to synchronise. ``frozen_weight_bytes``
     are those that are not trained (None: none, or not known). ``more_layers`` are the layers at
@@ -427,6 +449,7 @@ class Profile(Shown):
     update_seconds: MeasuredSeconds
     batch_curve: tuple[BatchPoint, ...]
     recomputed_curve: tuple[BatchPoint, ...] = ()
+    offloaded_curve: tuple[BatchPoint, ...] = ()
     layers: LayerGraph | None = None
     more_layers: tuple[LayerGraph, ...] = ()
     tensor_layers: tuple[TensorLayers, ...] = ()
@@ -451,9 +474,9 @@ class Profile(Shown):
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _check_curve(self.batch_curve)
-        if self.recomputed_curve:
-            _check_curve(self.recomputed_curve)
+        for how, curve in curves_of(self).items():
+            if curve or how == "kept":
+                _check_curve(curve)
         self._check_layers()
         others = [link.device_type for link in self.links_to]
         if len(set(others)) != len(others) or self.device_type in others:

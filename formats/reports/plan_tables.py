@@ -56,7 +56,7 @@ def _group_rows(plan: Plan) -> tuple[list[str], list[tuple[object, ...]]]:
             group.device_batch_size,
             f"{group.virtual_nodes} x {group.virtual_node_batch_size}"
             + (" (interpolated)" if group.interpolated else "")
-            + (", recomputed" if group.recompute == "full" else ""),
+            + (f", {group.activations}" if group.activations else ""),
             milliseconds(
                 None if group.pass_seconds is None else group.pass_seconds * group.virtual_nodes
             ),

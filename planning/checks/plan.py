@@ -38,7 +38,7 @@ _STATED = {
         "plan": f"{_OF_ALL} uniform_virtual_nodes est emulated sync_bounds alternatives",
         "stage": "replicas shard copied_ratio",
         "replicas": f"{_OF_REPLICAS} pass_seconds interpolated measured_busy exposed_seconds "
-        "state_share_bytes memory_bytes recompute",
+        "state_share_bytes memory_bytes activations",
         "predicted": f"{_STEP} {_PARTS} compute_seconds load_seconds virtual_node_seconds "
         "fixed_seconds step_seconds_low step_seconds_high",
     },
@@ -126,9 +126,9 @@ def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
     if not plan.layers:
         for group in stage.replicas:
             full = group.num_replicas * group.virtual_nodes * group.virtual_node_batch_size
-            told = (group.state_share_bytes, group.recompute)
+            told = (group.state_share_bytes, group.activations)
             if plan.shard is None and told != (None, None):
-                yield "state_share_bytes and recompute are of replicas that share states"
+                yield "state_share_bytes and activations are of replicas that share states"
             if group.samples != full:
                 yield f"{group.samples} samples on {group.device_type}, its passes hold {full}"
     if plan.stage_cost is None:

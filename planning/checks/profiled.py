@@ -103,13 +103,14 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
         more += 2**17 + 2**14 * view.num_units  # to compare workers; cuts of units' tensors
         beside = more + _beside_bytes(problem, profile, is_among=busy is not None)
         again = more + _beside_bytes(problem, profile, is_among=True)
-        if busy is not None:  # recomputed passes were measured alone
+        if busy is not None:  # such passes were measured alone
             again += profile.group_workspace_bytes or 0
         if (profile.frozen_weight_bytes or 0) > view.frozen_bytes:
             faults.append(f"{where}more frozen weights than {view.frozen_bytes} bytes")
         for told, curve, taken in (
             ((busy or profile).batch_curve, option.batch_curve, beside),
             (profile.recomputed_curve, option.recomputed_curve, again),
+            (profile.offloaded_curve, option.offloaded_curve, again),
         ):
             found = {point.batch_size: point for point in curve}
             for measured in told:

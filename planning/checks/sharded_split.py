@@ -144,8 +144,6 @@ def _share_faults(plan: Plan) -> Iterator[str]:
         yield f"objective is {plan.objective}, plans that share states minimise step_seconds"
     if plan.est is not None or plan.alternatives or plan.sync_bounds:
         yield "est, alternatives, sync_bounds: plans that share states have none"
-    if any(group.recompute not in (None, "full") for group in plan.groups):
-        yield "groups: recompute is full, or left out"
     if any(group.exposed_seconds is not None for group in plan.groups):
         yield "groups: exposed_seconds is of splits that share no states"
 
@@ -159,19 +157,18 @@ def _group_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
             yield f"{where}: device type {group.device_type!r} is not in the pool"
             continue
         size = group.virtual_node_batch_size
-        again = group.recompute == "full"
-        curve = kind.recomputed_curve if again else kind.batch_curve
-        point = next((p for p in curve if p.batch_size == size), None)
+        how = group.activations or "kept"
+        point = next((p for h, p in kind.passes if (h, p.batch_size) == (how, size)), None)
         if point is None:
-            told = "recomputed pass" if again else "pass"
-            yield f"{where}: a {told} of {size} samples on {group.device_type} is not profiled"
+            told = f"a pass of {size} samples with activations {how}"
+            yield f"{where}: {told} on {group.device_type} is not profiled"
             continue
         share = group.state_share_bytes or 0
         held = max(0, ceil(sharing.held(problem, point, share, rounds)))
         counted = replace(
             group,
             pass_seconds=point.step_seconds,
-            interpolated=size in kind.interpolated_sizes and not again,
+            interpolated=size in kind.interpolated_sizes and how == "kept",
             measured_busy=kind.alone is not None,
         )
         yield from unlike(group, counted, f"{where}: ", TOLERANCE)
@@ -222,7 +219,7 @@ def _replayed(problem: ShardedProblem, bound: float, stated: SharesCertificate) 
     for shard in problem.shards:
         sharing = _sharing(problem, shard)
         rooms = [
-            [[sharing.most_share(problem, k, p, n) for p in k.passes] for k in problem.devices]
+            [[sharing.most_share(problem, k, p, n) for _, p in k.passes] for k in problem.devices]
             for n in (1, 2)
         ]
         divisors = [n for n in range(1, batch + 1) if batch % n == 0]
@@ -274,7 +271,7 @@ def _options(
     updated = (
         problem.weight_bytes if left >= update else floor(left / update * problem.weight_bytes)
     )
-    for point, room in zip(kind.passes, rooms, strict=True):
+    for (_, point), room in zip(kind.passes, rooms, strict=True):
         size = point.batch_size
         if room < 0 or size > batch // (rounds or 1) or only not in (None, size):
             continue

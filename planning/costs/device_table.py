@@ -51,6 +51,20 @@ class DeviceSpec:
     link_bytes_per_second: float
     source: str
 
+    @property
+    def host_bytes_per_second(self) -> float:
+        """Of the link to the host, one way: PCIe, of the generation that comes with ``link``."""
+        if self.link.startswith("PCIe"):
+            return self.link_bytes_per_second
+        return next(rate for link, rate in _HOST_LINKS.items() if self.link.startswith(link))
+
+
+_HOST_LINKS = {
+    "NVLink 1": 16e9, "NVLink 2": 16e9, "NVLink 3": 32e9, "NVLink 4": 64e9, "NVLink 5": 64e9,
+    "Infinity Fabric": 32e9,
+}  # fmt: skip
+"""PCIe 3, 4 or 5 x16, by the link between devices; a GH200's own link to its host is faster."""
+
 
 def _row(
     device_type: str,

@@ -6,6 +6,7 @@ run can show (waiting for samples, the runtime's own costs) stays unknown.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...schema.choices import Precision
 from ...schema.errors import InfeasibleError, ProblemError
@@ -20,6 +21,7 @@ from ...schema.operator_counts import (
 )
 from ...schema.options import option
 from ...schema.profile import (
+    CURVES,
     BatchPoint,
     LayerCore,
     LayerGraph,
@@ -61,8 +63,9 @@ class Estimator:
         return seconds_of(operators, self.spec, self.efficiency, self.precision)
 
     def pass_seconds(self, counts: PassCounts) -> float:
-        """Of a forward and a backward pass."""
-        return self.seconds(counts.forward) + self.seconds(counts.backward)
+        """Of a forward and a backward pass; copies to the host and back are beside them."""
+        copied = counts.offloaded_bytes / (self.spec.host_bytes_per_second * self.efficiency.link)
+        return sum(max(self.seconds(one), copied) for one in (counts.forward, counts.backward))
 
     @property
     def link_bytes_per_second(self) -> float:
@@ -93,13 +96,18 @@ def estimated_profile(
     spec = estimator.spec
     name = device_type or spec.device_type
     points = [_point(counts, found, estimator, reserve_bytes) for found in counts.passes]
-    again = [_point(counts, found, estimator, reserve_bytes) for found in counts.recomputed]
     fitting = [point for point in points if point.peak_memory_bytes <= spec.memory_bytes]
     states = (2 + counts.optimizer.state_bytes_per_weight_byte) * counts.weight_bytes
 
     def shared_of(curve: list[BatchPoint]) -> tuple[BatchPoint, ...]:
         return tuple(p for p in curve if p.peak_memory_bytes - states <= spec.memory_bytes)
 
+    others: dict[str, Any] = {
+        CURVES[how]: shared_of(
+            [_point(counts, found, estimator, reserve_bytes) for found in passes]
+        )
+        for how, passes in counts.others.items()
+    }
     shared = shared_of(points)
     if not shared and not counts.tables:
         raise InfeasibleError(
@@ -119,7 +127,7 @@ def estimated_profile(
         frozen_weight_bytes=counts.frozen_weight_bytes,
         update_seconds=estimator.seconds(counts.update),
         batch_curve=shared or tuple(points[:1]),  # with less of the states they may fit
-        recomputed_curve=shared_of(again),
+        **others,
         layers=tables[0] if tables else None,
         more_layers=tables[1:],
         tensor_layers=tuple(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...schema.device_memory import MemoryReserve
-from ...schema.profile import BatchPoint, Profile
+from ...schema.profile import BatchPoint, Profile, changed_curves
 
 
 def fitting_points(batch_curve: Sequence[BatchPoint], memory_bytes: int) -> tuple[BatchPoint, ...]:
@@ -84,8 +84,9 @@ def with_reserve(profile: Profile, reserve: MemoryReserve) -> Profile:
     alone = among if profile.busy is None else apart
     return replace(
         profile,
-        batch_curve=_raised(profile.batch_curve, alone),
-        recomputed_curve=_raised(profile.recomputed_curve, among),
+        **changed_curves(
+            profile, lambda how, curve: _raised(curve, alone if how == "kept" else among)
+        ),
         busy=profile.busy
         and replace(profile.busy, batch_curve=_raised(profile.busy.batch_curve, among)),
         base_memory_bytes=(profile.base_memory_bytes or 0) + reserve.total_bytes,

@@ -105,7 +105,7 @@ class SharedModel:
         watch = CompareSchedule(0, watches_first=False)
         session = Session(self.module, (), place, seed=place.start.seed, watch=watch)
         self.states = SharedStates(session, sharing.shard, sharing.shares)
-        self.states.recompute(place.recomputes, norms_meet=True)
+        self.states.treat(place.activations)
         for optimizer in sharing.loaded:
             self.cut(optimizer)
 

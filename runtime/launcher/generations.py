@@ -258,8 +258,8 @@ class Generations(Supervisor):
         stay = [name for name in ranks if name in self._ranks]
         before = [self.config.workers[self._ranks[name]] for name in stay]
         same = all(
-            (slot.virtual_nodes, slot.state_share_bytes, slot.recompute)
-            == (now.virtual_nodes, now.state_share_bytes, now.recompute)
+            (slot.virtual_nodes, slot.state_share_bytes, slot.activations)
+            == (now.virtual_nodes, now.state_share_bytes, now.activations)
             for slot, now in zip((config.workers[ranks[n]] for n in stay), before, strict=True)
         )
         if not joining and not leaving and same:

@@ -136,7 +136,7 @@ def without(config: LaunchConfig, ranks: Iterable[int]) -> LaunchConfig:
             device_type=slot.device_type,
             virtual_nodes=tuple(sorted(held[slot.rank], key=lambda node: node.index)),
             state_share_bytes=slot.state_share_bytes,
-            recompute=slot.recompute,
+            activations=slot.activations,
         )
         for rank, slot in enumerate(left)
     )

@@ -99,7 +99,7 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
                 virtual_nodes=nodes,
                 device=device,
                 state_share_bytes=groups[rank].state_share_bytes,
-                recompute=groups[rank].recompute == "full" or None,
+                activations=groups[rank].activations,
             )
             for rank, ((name, device), nodes) in enumerate(workers)
         ),

@@ -16,22 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
-from ...schema.choices import Shard
+from ...schema.choices import Activations, Shard
 from ...schema.errors import TargetError
 from ...schema.layer_trace import unit_of
 from ...schema.options import option
 from .. import peers
+from ..activations import repeated_layers, treat
 from ..digest import InPieces, digest_of_pieces
 from ..gradients import Hooks
 from ..group import Place
 from ..initial_values import fill
 from ..nested_tensors import tensors_in
 from ..optimizers import is_elementwise
-from ..recompute import keep, recompute, repeated_layers
 from ..session import Session
 from ..setup import check_same_shapes
 from ..virtual_nodes import share_out
@@ -250,20 +249,9 @@ class SharedStates:
     def _flats(self) -> list[Flat]:
         return [flat for unit in self._all for flat in unit.flats]
 
-    def recompute(self, wanted: bool, *, norms_meet: bool = False) -> None:
-        """Let layers compute activations again in backward passes from now on, or keep them.
-
-        Layers whose statistics are of all workers are kept: their second forward pass would meet
-        nobody.
-
-        Args:
-            wanted: Whether to compute again.
-            norms_meet: Whether every batch norm is such a layer, as in scripts as they are.
-        """
-        meeting = _BatchNorm if norms_meet else nn.SyncBatchNorm
-        for layer in self._modules.values():
-            meets = any(isinstance(module, meeting) for module in layer.modules())
-            (recompute if wanted and not meets else keep)([layer])
+    def treat(self, how: Activations) -> None:
+        """Let repeated layers keep, recompute or offload their activations from now on."""
+        treat(self._modules.values(), how)
 
     @property
     def shares_weights(self) -> bool:
@@ -583,7 +571,7 @@ class SharedStates:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.recompute(False)
+        self.treat("kept")
         self._own_hooks.remove()
         if clip_grad._get_total_norm == self._total_norm:
             clip_grad._get_total_norm = self._norm

@@ -79,6 +79,12 @@ class ProfileRequest:
             help="Profile passes with repeated layers recomputed too, for splits that share states."
         ),
     ] = False
+    offload: Annotated[
+        bool,
+        Option(
+            help="The same with activations of repeated layers on the host until they are needed."
+        ),
+    ] = False
     sync_devices: Annotated[
         "SyncDevices",
         Option(help="Number of devices to measure synchronisation over; 0: do not measure it."),

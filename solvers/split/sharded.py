@@ -28,7 +28,7 @@ from ...planning.costs.sharding import (
     shared_ratio,
     step_seconds,
 )
-from ...schema.choices import Shard
+from ...schema.choices import Activations, Shard
 from ...schema.errors import InfeasibleError
 from ...schema.plan import (
     Plan,
@@ -39,7 +39,7 @@ from ...schema.plan import (
     split_plan,
 )
 from ...schema.problem import ShardedProblem
-from ...schema.profile import BatchPoint
+from ...schema.profile import CURVES, BatchPoint, curves_of
 from .pool import group_on
 
 METHOD = "threshold search over times of passes, exact knapsack of samples and room for states"
@@ -56,7 +56,7 @@ class _Entry:
     kind: int
     point: BatchPoint
     room: int
-    recomputes: bool
+    activations: Activations
 
     @property
     def size(self) -> int:
@@ -309,6 +309,7 @@ def solve(problem: ShardedProblem) -> Plan:
     groups = tuple(_groups(choice, choice.work(compute, end), end))
     predicted = predict(problem, choice.shard, groups)
     refuted = [one for choice in choices for one in _refuted(choice, step * _BELOW)]
+    known = [how for how in CURVES if any(curves_of(kind)[how] for kind in problem.devices)]
     return split_plan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
@@ -326,7 +327,7 @@ def solve(problem: ShardedProblem) -> Plan:
             method=METHOD,
             certificate=SharesCertificate(refuted=tuple(refuted)),
             space=f"splits that share {' or '.join(problem.shards)} of the states"
-            + (", and recompute their layers or not" if problem.may_recompute else ""),
+            + (f", with activations {' or '.join(known)}" if len(known) > 1 else ""),
         ),
     )
 
@@ -338,9 +339,9 @@ def _choices(problem: ShardedProblem, room: Callable[..., int | None]) -> Iterat
 
         def entries(rounds: int | None, shard: Shard = shard) -> tuple[_Entry, ...]:
             return tuple(
-                _Entry(number, point, worth, bool(recomputes))
+                _Entry(number, point, worth, how)
                 for number, kind in enumerate(problem.devices)
-                for recomputes, curve in enumerate((kind.batch_curve, kind.recomputed_curve))
+                for how, curve in curves_of(kind).items()
                 for point in problem.allowed(curve)
                 if (worth := room(problem, kind, point, shard, rounds)) is not None
             )
@@ -413,21 +414,23 @@ def _groups(
         middle = (low + high) // 2
         held = sum(count * min(rooms[one], middle) for (one, _), count in work.items())
         low, high = (low, middle) if held >= problem.weight_bytes else (middle + 1, high)
+    order = list(CURVES)
     for (one, passes), count in sorted(
         work.items(),
         key=lambda item: (
             item[0][0].kind,
             -item[0][1] * item[0][0].size,
             item[0][1],
-            item[0][0].recomputes,
+            order.index(item[0][0].activations),
         ),
     ):
         kind, share = problem.devices[one.kind], min(rooms[one], low)
+        is_kept = one.activations == "kept"
         yield replace(
             group_on(kind, count, passes, one.point),
             exposed_seconds=None,
-            interpolated=not one.recomputes and one.size in kind.interpolated_sizes,
-            recompute="full" if one.recomputes else None,
+            interpolated=is_kept and one.size in kind.interpolated_sizes,
+            activations=None if is_kept else one.activations,
             state_share_bytes=share,
             memory_bytes=peak_bytes(problem, one.point, choice.shard, choice.rounds, share),
         )
@@ -447,8 +450,7 @@ def _does_not_fit(problem: ShardedProblem) -> InfeasibleError:
                 least = short, choice.shard
     batch = problem.global_batch_size
     if least is None:
-        passes = [p for kind in problem.devices for p in problem.allowed(kind.passes)]
-        sizes = sorted({point.batch_size for point in passes})
+        sizes = sorted({e.size for choice in _choices(problem, room_bytes) for e in choice.entries})
         return InfeasibleError(
             f"no devices add up to a global batch of exactly {batch} in equally many passes of "
             f"profiled sizes ({', '.join(map(str, sizes))})",

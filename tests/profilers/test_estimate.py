@@ -25,6 +25,7 @@ def estimated() -> Profile:
         optimizer="adam",
         max_batch_size=8,
         recompute=True,
+        offload=True,
     )
     return profile
 
@@ -34,6 +35,9 @@ def test_sizes_layers_and_optimizer_come_from_the_target(estimated: Profile) -> 
     for point, plain in zip(estimated.recomputed_curve, estimated.batch_curve, strict=True):
         assert plain.step_seconds < point.step_seconds < 1.5 * plain.step_seconds
         assert point.peak_memory_bytes <= plain.peak_memory_bytes
+    for point, plain in zip(estimated.offloaded_curve, estimated.batch_curve, strict=True):
+        assert point.step_seconds >= plain.step_seconds
+        assert (point.pass_bytes or 0) < (plain.pass_bytes or 0)
     assert estimated.optimizer is not None
     assert estimated.optimizer.state_bytes_per_weight_byte == 2.0
     (table,) = estimated.layer_tables

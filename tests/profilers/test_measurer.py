@@ -121,7 +121,7 @@ def test_a_model_lies_in_memory_where_a_workers_does(file: Path) -> None:
     with measurer(file, "kept") as measure:
         assert measure.measure(1, POLICY) is not None
         with pytest.raises(TargetError, match="no repeated layers"):
-            measure.measure(1, POLICY, recompute=True)
+            measure.measure(1, POLICY, activations="recomputed")
 
 
 @pytest.mark.parametrize("is_off", [False, True])

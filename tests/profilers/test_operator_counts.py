@@ -153,8 +153,8 @@ def test_flops_memory_and_layers_of_two_linear_layers(file: Path) -> None:
 
 def test_recomputed_layers_keep_their_inputs_and_run_again(file: Path) -> None:
     target = targets.parse(f"{file}:repeated")
-    found = count_model(target, (8,), (), "sgd", recompute=True)
-    (plain,), (again,) = found.passes, found.recomputed
+    found = count_model(target, (8,), (), "sgd", activations=("recomputed",))
+    (plain,), (again,) = found.passes, found.others["recomputed"]
     assert again.forward == plain.forward
     # A layer's last product makes nothing that is kept, so only the first of two runs again.
     assert flops(again.backward) == flops(plain.backward) + flops(plain.forward) / 2
@@ -162,7 +162,21 @@ def test_recomputed_layers_keep_their_inputs_and_run_again(file: Path) -> None:
     assert plain.kept_bytes - again.kept_bytes == 4 * within
     # While one layer goes back it has its own.
     assert plain.peak_bytes - again.peak_bytes >= 3 * within
-    assert not count_model(target, (8,), (), "sgd").recomputed
+    assert not count_model(target, (8,), (), "sgd").others
+
+
+def test_offloaded_layers_are_gone_but_for_the_last(file: Path) -> None:
+    """What goes to the host comes back; weights, and what is small, stay."""
+    target = targets.parse(f"{file}:repeated")
+    found = count_model(target, (400,), (), "sgd", activations=("offloaded",))
+    (plain,), (offloaded,) = found.passes, found.others["offloaded"]
+    assert (offloaded.forward, offloaded.backward) == (plain.forward, plain.backward)
+    layer = 4 * 400 * (100 + 400 + 400)  # its input, and before and behind GELU
+    batch = 4 * 400 * 100  # of which nobody takes a gradient
+    assert offloaded.offloaded_bytes == 4 * layer - batch
+    assert plain.offloaded_bytes == 0
+    assert plain.kept_bytes - offloaded.kept_bytes == 3 * layer - batch
+    assert plain.peak_bytes > offloaded.peak_bytes
 
 
 def test_an_autocast_of_a_gpu_counts(file: Path) -> None:

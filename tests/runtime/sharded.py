@@ -19,9 +19,9 @@ from hetflow.runtime.peers import SharedStore
 from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.sharding.flats import Flat
 from hetflow.runtime.sharding.states import SharedStates
-from hetflow.schema.choices import Shard
+from hetflow.schema.choices import Activations, Shard
 from hetflow.schema.layer_trace import unit_of
-from hetflow.tests.runtime import model_kinds
+from hetflow.tests.runtime import host_lane, model_kinds
 
 SHARES = ([1, 1, 1], [3, 0, 7])
 ROUNDS, STEPS, NEAR, LIMIT = 2, 2, 1e-10, 0.5
@@ -111,7 +111,10 @@ def train(kind: str, shard: Shard, shares: list[int]) -> None:
         model=model, device=place.device,
     )  # fmt: skip
     states, watch = SharedStates(session, shard, shares), Watch()
-    states.recompute(rank < shares[-1] // 3)  # under unlike shares two of three do
+    # Under unlike shares two of three recompute their layers, and one offloads their activations.
+    lane = host_lane.install()
+    how: Activations = "recomputed" if rank < shares[-1] // 3 else "offloaded"
+    states.treat(how)
     wait = Flat.wait
 
     def waiting(flat: Flat) -> None:
@@ -155,6 +158,7 @@ def train(kind: str, shard: Shard, shares: list[int]) -> None:
             if isinstance(norm, nn.BatchNorm2d):
                 norm.reset_running_stats()  # a virtual node's own
         assert abs(float(loss(model, inputs) - loss(whole, inputs))) < NEAR
+    assert (lane.num_put > 0) == (how == "offloaded")
     states.make_whole()
     for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert (parameter - other).abs().max() < NEAR

@@ -16,7 +16,7 @@ def shared(plan: Plan, shard: Shard | None, shares: Sequence[int]) -> Plan:
             group,
             state_share_bytes=share,
             memory_bytes=1,
-            recompute="full" if shard == "all" and place == 0 else None,
+            activations="recomputed" if shard == "all" and place == 0 else None,
         )
         for place, (group, share) in enumerate(zip(plan.groups, shares, strict=True))
     )

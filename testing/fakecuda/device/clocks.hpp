@@ -58,19 +58,19 @@ inline void complain(const std::string& kind, const std::string& text) {
   }
 }
 
-// A copy to pinned memory happens when the host has waited for it; before, the host reads poison.
+// A copy to pinned memory happens when the host has waited for it, or a stream that copies from
+// there; before, they read poison.
 struct LateCopy {
   int64_t stream;
   uint64_t time;
+  const void* memory;
   std::function<void()> copy;
 };
 inline auto& late_copies = *new std::list<LateCopy>;
 
-inline void host_has_waited(const Clock& clock) {
-  merge(clocks[kHost], clock);
-  Clock& host = clocks[kHost];
+inline void land_copies(Clock& reader, const void* memory = nullptr) {
   for (auto it = late_copies.begin(); it != late_copies.end();) {
-    if (host[it->stream] < it->time) {
+    if (reader[it->stream] < it->time || (memory && memory != it->memory)) {
       ++it;
       continue;
     }
@@ -78,6 +78,10 @@ inline void host_has_waited(const Clock& clock) {
     it = late_copies.erase(it);
     copy();
   }
+}
+inline void host_has_waited(const Clock& clock) {
+  merge(clocks[kHost], clock);
+  land_copies(clocks[kHost]);
 }
 
 // Collectives that a stream waits for. The host meets them only when it runs something on the

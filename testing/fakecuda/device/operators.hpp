@@ -247,9 +247,14 @@ inline Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
       Tensor late = self.detach();
       memset(late.data_ptr(), 0xA5, late.is_contiguous() ? late.nbytes() : late.itemsize());
       Lock lock(mu);
-      late_copies.push_back({stream, clocks[stream][stream], [late, found] { late.copy_(found); }});
+      late_copies.push_back(
+          {stream, clocks[stream][stream], late.storage().data(), [late, found] { late.copy_(found); }});
       return self;
     }
+  }
+  if (!to_host && !from.is_cuda()) {
+    Lock lock(mu);
+    land_copies(clocks[stream], from.storage().data());
   }
   // As c10::cuda::memcpy_and_sync: without ``non_blocking`` the host waits for its own copy too.
   if (!to_host && !from.is_cuda() && !non_blocking && !in_fallback) host_waits_for(stream);

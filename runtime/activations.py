@@ -1,0 +1,135 @@
+"""What becomes of repeated layers' activations until they go back: kept, recomputed or offloaded.
+
+The layers are the units in which states are shared (``unit_of``). Recomputed ones keep their inputs
+alone, and run forward again when they go back. Each is its class's child with another ``forward``,
+so copies of a model and checks of types see what they always see.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from ..schema.choices import Activations
+from ..schema.errors import TargetError
+from ..schema.layer_trace import unit_of
+from .nested_tensors import tensors_in
+from .offload import Stash, lane_of
+
+
+def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated layers of a model that have parameters, by name."""
+    paths = (path.rpartition(".")[0] for path, _ in model.named_parameters(remove_duplicate=False))
+    names = dict.fromkeys(name for path in paths if (name := unit_of(path)))
+    return {name: model.get_submodule(name) for name in names}
+
+
+def treat(layers: Iterable[nn.Module], how: Activations) -> None:
+    """Let layers keep, recompute or offload their activations from now on.
+
+    Layers with batch norm are not recomputed but kept. Its statistics may be those of all workers,
+    of which the second forward pass would meet nobody.
+    """
+    for layer in layers:
+        kind: Any = type(layer)
+        kind = kind.__mro__[2] if issubclass(kind, _Treated) else kind
+        is_kept = how == "kept" or (how == "recomputed" and not _may_run_again(layer))
+        layer.__class__ = kind if is_kept else _treated(kind, how)
+
+
+def _may_run_again(layer: nn.Module) -> bool:
+    return not any(isinstance(module, _BatchNorm) for module in layer.modules())
+
+
+@contextmanager
+def treated(model: nn.Module, how: Activations) -> Iterator[None]:
+    """Within the context the activations of a model's repeated layers are treated so.
+
+    Raises:
+        TargetError: There are none of which this would change anything.
+    """
+    layers = repeated_layers(model).values()
+    treat(layers, how)
+    try:
+        if how != "kept" and not any(isinstance(layer, _Treated) for layer in layers):
+            raise TargetError(
+                f"the model has no repeated layers (as blocks.0, blocks.1) that can be {how}"
+                + (": those with batch norm cannot" if layers else ""),
+                hint="leave it out",
+            )
+        yield
+    finally:
+        treat(layers, "kept")
+
+
+class _Treated(nn.Module):
+    """A layer whose forward pass is another than its class's."""
+
+
+@cache
+def _treated(kind: Any, how: Activations) -> type[nn.Module]:
+    run = {"recomputed": _recomputed, "offloaded": _offloaded}[how]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = partial(kind.forward, self)
+        return run(self, own, args, kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
+
+    facts = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (_Treated, kind), facts)
+
+
+def _offloaded(layer: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    lane = lane_of(next(layer.parameters()).device)
+    if lane is None:
+        return own(*args, **kwargs)
+    # What needs no gradient, such as a mask, is an input of other layers too.
+    inputs = [tensor for tensor in tensors_in((args, kwargs)) if not tensor.requires_grad]
+    stash = Stash(lane, [*layer.parameters(), *layer.buffers(), *inputs])
+    with saved_tensors_hooks(stash.pack, stash.unpack):
+        answer = own(*args, **kwargs)
+    stash.close()
+    return answer
+
+
+def _recomputed(layer: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args = tuple(map(_without_cache, args))
+    kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+    return checkpoint(
+        own,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), _OnCopiesOfBuffers(layer)),
+        **kwargs,
+    )
+
+
+def _without_cache(value: Any) -> Any:
+    """None for a cache of keys and values (transformers'): a second pass would add to it again."""
+    return None if type(value).__name__.endswith("Cache") else value
+
+
+class _OnCopiesOfBuffers:
+    """The second forward pass changes no buffers, such as spectral norm's: it has copies.
+
+    It is entered again where a graph goes back twice.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._modules = list(layer.modules())
+
+    def __enter__(self) -> None:
+        self._kept = [
+            (m._buffers, name, b) for m in self._modules for name, b in m._buffers.items()
+        ]
+        for buffers, name, buffer in self._kept:
+            buffers[name] = None if buffer is None else buffer.clone()
+
+    def __exit__(self, *error: object) -> None:
+        for buffers, name, buffer in self._kept:
+            buffers[name] = buffer
