@@ -349,7 +349,7 @@ def _backward(
     with current.weighing(told), current.going_back(scalers[0]):
         shares = current.shares_of(roots)
         gradients = [
-            torch.full_like(root, share) if gradient is None else gradient * share
+            (torch.ones_like(root) if gradient is None else gradient) * share
             for root, share, gradient in zip(
                 roots, shares, given or [None] * len(roots), strict=True
             )

@@ -21,19 +21,23 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...devices.backend import backend_of
+from ...devices.collectives import wire_device
 from ...schema.errors import TargetError
 from .. import peers
 from ..group import Place, gathered
 from ..promise.promise import chain, last_divisors_of, signature_of, targets_of
 from ..promise.recording import LossVerdict, Recording, Replays, Slice
+from ..run_ahead import LateValues
 
 # What a loss is divided by, as a share counts it: before a script keeps it from being nothing.
 #
@@ -73,10 +77,60 @@ def before(divisor: Tensor) -> Tensor:
     return found
 
 
+_UNLIKE_TARGETS, _IGNORES, _NOTHING = 1, 2, 4
+_FAULTS = {
+    _UNLIKE_TARGETS: (
+        "the cross entropies of one loss count unlike targets, so they have no common weight",
+        "call backward for each by itself, or use hf.prepare with hf.Weighted",
+    ),
+    _IGNORES: (
+        "a cross entropy ignores some targets or weights classes, and beside it the loss counts "
+        "samples: their shares have no common weight",
+        "call backward for each by itself, or use hf.prepare with hf.Weighted",
+    ),
+    _NOTHING: (
+        "the loss of a share is 0, and it is not known if anything counts in what divides it",
+        "keep a mask's sum from being 0 by mask.sum().clamp(min=1)",
+    ),
+}
+
+
+def _refuse(faults: int) -> None:
+    for fault, (said, hint) in _FAULTS.items():
+        if faults & fault:
+            raise TargetError(said, hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What counts in a share's loss; numbers that a device has may stay there, as [].
+
+    Attributes:
+        own: The share's samples, 1 for a sum, or its divisor.
+        given: Its part of what divides that in the batch, before a script keeps it from being 0.
+        least: What the script keeps it from falling below.
+        faults: The sum of what is wrong.
+    """
+
+    own: float | Tensor
+    given: float | Tensor
+    least: float = 0.0
+    faults: int | Tensor = 0
+
+
+def _divided(loss: Tensor, divisor: Tensor, *, counts: bool) -> _Counted:
+    """What counts in a loss that is divided so; ``counts`` says whether the share's samples do."""
+    given, least = _KEPT.get(divisor, (divisor, 0.0))
+    if not counts:
+        return _Counted(0.0, 0.0, least)
+    faults = _NOTHING * (loss.detach() == 0).reshape(()) if given is divisor else 0
+    return _Counted(divisor, given, least, faults)
+
+
 def share_of(
     loss: Tensor, divisor: Tensor, *, counts: bool, sum_of: Callable[[Tensor], Tensor]
 ) -> float:
-    """What a share's loss counts in the batch's; call it on all workers.
+    """What a share's loss [] counts in the batch's; call it on all workers.
 
     Args:
         loss: [] of the share.
@@ -90,15 +144,11 @@ def share_of(
     Raises:
         TargetError: The loss is nothing, as where the script itself keeps a divisor from being so.
     """
-    given, least = _KEPT.get(divisor, (divisor, 0.0))
-    if counts and given is divisor and not float(loss.detach()):
-        raise TargetError(
-            "the loss of a share is 0, and it is not known if anything counts in what divides it",
-            hint="keep a mask's sum from being 0 by mask.sum().clamp(min=1)",
-        )
-    own, given = (t.detach().to(torch.float64).reshape(()) for t in (divisor, given))
-    total = max(float(sum_of(given if counts else torch.zeros_like(given))), least)
-    return (float(own) if counts else 0.0) / total if total else math.nan
+    counted = _divided(loss, divisor, counts=counts)
+    _refuse(int(counted.faults))
+    given = torch.as_tensor(counted.given, dtype=torch.float64, device=loss.device)
+    total = max(float(sum_of(given.detach().reshape(()))), counted.least)
+    return float(counted.own) / total if total else math.nan
 
 
 _ROWS = 32  # samples that are tried one by one
@@ -119,6 +169,7 @@ class WeighedTraining(Protocol):
     """What is needed of a worker's training."""
 
     models: nn.ModuleList
+    optimizers: list[torch.optim.Optimizer]
     place: Place
     loader_batch_size: int
 
@@ -137,21 +188,21 @@ class WeighedTraining(Protocol):
     def weight(self) -> float:
         """What this worker's samples count in the workers' plain mean."""
 
-    def sum_of(self, own: Tensor) -> Tensor:
-        """The sum of a tensor over all workers."""
+    def compare(self) -> None:
+        """Refuse to go on where the workers' models or settings differ; call it on all workers."""
 
 
 class Known(torch.autograd.Function):
     """A loss whose value was replaced by the global batch's; its gradients stay the share's."""
 
     @staticmethod
-    def of(loss: Tensor, share: float, value: Callable[[], Tensor]) -> Tensor:
+    def of(loss: Tensor, share: float | Tensor, value: Callable[[], Tensor]) -> Tensor:
         """The loss, of which the share is known too."""
         made: Tensor = Known.apply(loss, value(), share)  # type: ignore[no-untyped-call]
         return made
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, value: Tensor, share: float) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, value: Tensor, share: float | Tensor) -> Tensor:
         """The value, in the loss's type."""
         ctx.share = share
         return value.to(loss.dtype).view_as(loss)
@@ -202,6 +253,61 @@ class _Found:
         return [value / number for value, number in zip(self.losses, self.rows, strict=True)]
 
 
+class _Told:
+    """What all workers tell each other of a pass's loss: it is on its way until it is read.
+
+    A row has six numbers: what the loss is known by, a digest of the optimizers' rates, the faults,
+    ``given`` and ``own`` (``_Counted``), and the loss of the share.
+
+    Args:
+        loss: [] of this share.
+        known_by: What it is known by.
+        counted: What counts in it.
+        training: This worker's training.
+
+    Attributes:
+        share: What this share counts in the batch's loss.
+    """
+
+    WIDTH = 6
+
+    def __init__(
+        self, loss: Tensor, known_by: int, counted: _Counted, training: WeighedTraining
+    ) -> None:
+        self.known_by, self._least = known_by, counted.least
+        self.share: float | Tensor = 0.0
+        rates = [g["lr"] for optimizer in training.optimizers for g in optimizer.param_groups]
+        digest = crc32(repr([rate for rate in rates if not isinstance(rate, Tensor)]).encode())
+        numbers = (known_by, digest, counted.faults, counted.given, counted.own, loss)
+        self._row = torch.zeros(self.WIDTH, dtype=torch.float64, device=loss.device)
+        for at, number in enumerate(numbers):
+            given = number.detach().reshape(()) if isinstance(number, Tensor) else None
+            self._row[at].fill_(number) if given is None else self._row[at].copy_(given)
+        sent = self._row.to(wire_device(training.place.device))
+        self._found = sent.new_empty(training.world_size * self.WIDTH)
+        self._coming = peers.all_gather(self._found, sent, async_op=True)
+
+    def rows(self) -> Tensor:
+        """[workers, 6] the rows of all; on a device with NCCL the host does not wait."""
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+        return self._found.view(-1, self.WIDTH)
+
+    def own_share(self) -> Tensor:
+        """[] what counts of this share over what divides the batch's loss."""
+        return self._row[4] / self._total().to(self._row.device)
+
+    def value(self) -> Tensor:
+        """[] the loss of the batch."""
+        own, losses = self.rows()[:, 4], self.rows()[:, 5]
+        # What nothing is the mean of is no number.
+        return torch.where(own == 0, 0.0, own * losses).sum() / self._total()
+
+    def _total(self) -> Tensor:
+        return self.rows()[:, 3].sum().clamp(min=self._least)
+
+
 class Losses:
     """The losses of a script, and what the share of each counts.
 
@@ -221,6 +327,7 @@ class Losses:
         self._has_unknown = True  # the first
         self._answers: set[Any] = set()  # nodes of autograd's graph that models returned
         self._num_passes = 0
+        self._late: LateValues | None = None  # where a device is ahead of the host
         self._is_due = False  # whether known losses are to be tried again; alike on all workers
         self.is_untried = True
 
@@ -270,7 +377,7 @@ class Losses:
 
     # Shares
 
-    def weighed(self, loss: Tensor) -> tuple[float, Callable[[], Tensor]]:
+    def weighed(self, loss: Tensor) -> tuple[float | Tensor, Callable[[], Tensor]]:
         """Weigh the loss of this worker's share, before its backward pass; call it on all workers.
 
         Returns:
@@ -282,16 +389,65 @@ class Losses:
         known = _known(loss)
         if known is not None:
             return known.share, lambda: loss.detach()
+        if self._late is not None:
+            self._check(self._late.take())
         was_entered = self._is_entered
         self.leave()
-        share = self._share_of(loss)
+        told = self._told(loss)
         self._count_pass()
         if was_entered:
             self.enter()
-        own = loss.detach().reshape(()).double()
-        # What nothing is the mean of is no number.
-        weighted = own * share if share else torch.zeros_like(own)
-        return share, lambda: self._training.sum_of(weighted)
+        return told.share, lambda: self._value(told)
+
+    def _told(self, loss: Tensor) -> "_Told":
+        """Tell the other workers what counts in this share's loss, and wait for it if need be."""
+        if loss.numel() != 1:
+            raise TargetError(
+                f"the loss has {loss.numel()} elements; a plan's shares need the mean over samples",
+                hint="call backward on the loss's mean()",
+            )
+        training, known_by = self._training, signature_of(loss, self._answers)
+        if self._recording is not None:  # on all workers: what follows exchanges more
+            _check_forms(_of_all(training, [known_by]).flatten().tolist())
+        form = self._form(loss, known_by)
+        counted = self._counted(loss, form)
+        told = _Told(loss, known_by, counted, training)
+        if form.kind == "sum":
+            told.share = float(training.has_samples)
+        elif form.kind == "samples":
+            told.share = training.weight() / training.world_size
+        else:
+            told.share = told.own_share()
+            if backend_of(loss.device).is_host:
+                self._check(told.rows().flatten().tolist())
+                told.share = float(told.share)
+        return told
+
+    def _value(self, told: "_Told") -> Tensor:
+        """The batch's loss [], once all workers have told what theirs is."""
+        value, rows = told.value(), told.rows().flatten()
+        if self._late is None and not backend_of(rows.device).is_host:
+            self._late = LateValues()
+        self._check(rows.tolist() if self._late is None else self._late.exchange(rows))
+        if told.known_by not in self._forms:
+            self._has_unknown = True
+            self._guessed.add(told.known_by)
+        return value
+
+    def _check(self, numbers: Sequence[float] | None) -> None:
+        """Check what all workers have told of a pass: in the next one where a device is ahead.
+
+        Raises:
+            TargetError: Their losses differ in form, or their optimizers in rates; or shares of one
+                of them have no common weight.
+        """
+        if numbers is None:
+            return
+        columns = [numbers[at :: _Told.WIDTH] for at in range(3)]
+        _check_forms(columns[0])
+        _refuse(int(max(columns[2])))
+        if len(set(columns[1])) > 1:
+            self._training.compare()
 
     def _count_pass(self) -> None:
         """Let losses be tried again in the batch after 1, 3, 7, ... passes.
@@ -304,19 +460,8 @@ class Losses:
         if (self._num_passes + 1).bit_count() == 1:
             self._is_due = not bool(_of_all(self._training, [_is_compiled()]).any())
 
-    def _share_of(self, loss: Tensor) -> float:
-        if loss.numel() != 1:
-            raise TargetError(
-                f"the loss has {loss.numel()} elements; a plan's shares need the mean over samples",
-                hint="call backward on the loss's mean()",
-            )
-        known_by = signature_of(loss, self._answers)
-        # All must find it known, or try it together: what follows exchanges more.
-        if len(set(_of_all(self._training, [known_by]).flatten().tolist())) > 1:
-            raise TargetError(
-                "the workers compute losses of unlike forms, so these do not add up to one",
-                hint="compute the same loss on every worker, whatever is in its share of a batch",
-            )
+    def _form(self, loss: Tensor, known_by: int) -> _Form:
+        """What a share of a loss counts: known, tried now, or guessed until it comes again."""
         form = self._forms.get(known_by)
         if form is not None and self._recording is not None:
             self._try_again(loss, form)
@@ -329,37 +474,26 @@ class Losses:
                     hint="compute it from the first batch on; or train with hf.prepare",
                 )
             self._has_unknown = self.is_untried = False
-        if form is None:  # tried when it comes again
-            self._has_unknown = True
-            self._guessed.add(known_by)
-            is_cross_entropy = any(hasattr(n, "_saved_total_weight") for n in chain(loss))
-            form = _Form("targets" if is_cross_entropy else "samples")
+        # A sum of a cross entropy divides by no targets.
+        return form or _Form("targets" if targets_of(loss) else "samples")
+
+    def _counted(self, loss: Tensor, form: _Form) -> _Counted:
+        """What counts in this share's loss, if it has this form."""
+        has_samples = self._training.has_samples
         if form.kind == "sum":
-            return float(self._training.has_samples)
-        if form.kind == "samples":
-            if any(bool(total != count) for total, count in targets_of(loss)):
-                raise TargetError(
-                    "a cross entropy ignores some targets or weights classes, and beside it the "
-                    "loss counts samples: their shares have no common weight",
-                    hint="call backward for each by itself, or use hf.prepare with hf.Weighted",
-                )
-            return self._training.weight() / self._training.world_size
-        if form.kind == "targets":
-            totals = [total for total, _ in targets_of(loss)]
-            if len(totals) > 1 and any(bool(total != totals[0]) for total in totals):
-                raise TargetError(
-                    "the cross entropies of one loss count unlike targets, so they have no common "
-                    "weight",
-                    hint="call backward for each by itself, or use hf.prepare with hf.Weighted",
-                )
-            if not totals:  # a sum of a cross entropy, that was not tried yet
-                return self._training.weight() / self._training.world_size
-            divisor = totals[0]
-        else:
+            return _Counted(float(has_samples), float(self._training.place.rank == 0))  # over 1
+        targets = targets_of(loss)
+        if form.kind == "samples" or (form.kind == "targets" and not targets):
+            samples = self._training.weight()
+            ignored = sum(total != count for total, count in targets) > 0
+            return _Counted(samples, samples, faults=_IGNORES * ignored)
+        if form.kind == "divisor":
             divisor = last_divisors_of(loss)[form.divisor]
-        return share_of(
-            loss, divisor, counts=self._training.has_samples, sum_of=self._training.sum_of
-        )
+            return _divided(loss, divisor, counts=has_samples)
+        total = targets[0][0]
+        unlike = sum(other != total for other, _ in targets[1:]) > 0
+        counted = _divided(loss, total, counts=has_samples)
+        return replace(counted, faults=counted.faults + _UNLIKE_TARGETS * unlike)
 
     # The trial
 
@@ -571,7 +705,8 @@ class _Trial:
             entry = tensor.detach().narrow(dim, best * each if place.rank == 0 else 0, each)
             for other in self._others[id(tensor)]:
                 entry = entry.narrow(other, 0, 1)
-            sent = entry.to(torch.float64, copy=True).contiguous()
+            # A script may have moved it to its device after the batch was read.
+            sent = entry.to(wire_device(place.device), torch.float64, copy=True).contiguous()
             peers.broadcast(sent, src=0)
             repeats = [rows if d == dim else 1 for d in range(tensor.dim())]
             return torch.empty_like(tensor).copy_(sent.to(tensor.dtype).repeat(repeats))
@@ -599,6 +734,14 @@ def _of_all(training: WeighedTraining, numbers: Sequence[int]) -> Tensor:
     """[workers, n] the whole numbers of every worker."""
     own = torch.tensor(numbers, dtype=torch.int64, device=training.place.device)
     return gathered(own, place=training.place)
+
+
+def _check_forms(known_by: Sequence[float]) -> None:
+    if len(set(known_by)) > 1:
+        raise TargetError(
+            "the workers compute losses of unlike forms, so these do not add up to one",
+            hint="compute the same loss on every worker, whatever is in its share of a batch",
+        )
 
 
 def _listed(found: _Found) -> str:

@@ -235,14 +235,15 @@ class Training:
         self.num_taken = 0
         self._part_weight: float | None = None
         self._num_running = 0
-        self._factor = 1.0
+        self._factor: float | Tensor = 1.0
+        self._is_nothing: bool | Tensor = False  # whether the share counts nothing
         self.has_skipped = False
         self._scales: list[float] = []  # [workers] in the first pass; 0 without a scaler
         self._num_scaled = 0
         self._unscale: Tensor | None = None
         self.is_going_back = False
         self._is_inside, self._had_idle = False, False
-        self._told: list[float] | None = None
+        self._told: list[float | Tensor] | None = None
         self.losses = Losses(self)
         config = start.config
         self.sharing: SharedModels | None = None
@@ -486,7 +487,7 @@ class Training:
                     hint="leave it out; hetflow cuts the batches",
                 )
             self._check_batch(piece)
-            self._compare(self._session.num_steps)
+            self._compare_if_due()
             self._is_begun = True
             self._session.num_steps += 1
             self._clock.begin_step(is_full=self._is_full(piece))
@@ -510,14 +511,17 @@ class Training:
         if not self.is_going_back:
             self.losses.enter()  # within the closure of an optimizer
 
-    def _compare(self, step: int) -> None:
-        """Compare the workers' models where that is due, after so many steps.
+    def _compare_if_due(self) -> None:
+        is_due = self._watch.is_due(self._session.num_steps)
+        if self.place.distributed and self.watcher is None and is_due:
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare the workers' models and settings now; call it on all workers.
 
         Raises:
             TargetError: They have diverged: the script changes something by its own share.
         """
-        if not self.place.distributed or self.watcher is not None or not self._watch.is_due(step):
-            return
         self.answer()
         parameters = self._parameters()
         known = {id(parameter) for parameter in parameters.values()}
@@ -533,7 +537,7 @@ class Training:
             watch=self._watch,
         )
         try:
-            comparison.compare(step)
+            comparison.compare(self._session.num_steps)
         except TargetError as error:
             raise TargetError(
                 str(error),
@@ -798,19 +802,25 @@ class Training:
             assert scale is not None
             self._unscale = scale.double().reciprocal().float()
 
-    def shares_of(self, roots: Sequence[Tensor]) -> list[float]:
+    def shares_of(self, roots: Sequence[Tensor]) -> list[float | Tensor]:
         """[roots] what each counts in the global batch's loss, in a backward pass of all of them.
 
         A share is rounded to its root's kind of numbers, and parameters' gradients get what is left
-        of it.
+        of it. On a device a share may be a tensor [], for which the host does not wait.
         """
         shares = self._told or [self.weight() / self.world_size] * len(roots)
         # Of shared states gradients are summed.
         times = float(self.world_size) if self.sharing is None else 1.0
-        self._factor = times if any(shares) else 0.0
-        if len(roots) == 1 and shares[0]:
-            rounded = float(torch.tensor(shares[0], dtype=roots[0].dtype))
-            self._factor, shares = times * shares[0] / rounded, [rounded]
+        self._factor = times
+        self._is_nothing = not any(isinstance(share, Tensor) or share for share in shares)
+        if len(roots) == 1 and not self._is_nothing:
+            share = torch.as_tensor(shares[0], dtype=torch.float64)
+            rounded = share.to(roots[0].dtype)
+            self._factor = times * share / rounded
+            if isinstance(shares[0], Tensor):
+                self._is_nothing, shares = share == 0, [rounded]
+            else:
+                self._factor, shares = float(self._factor), [float(rounded)]
         return shares
 
     def train_alone(self, model: nn.Module) -> None:
@@ -841,9 +851,11 @@ class Training:
             return gradient
         self._reached.add(number)
         self.begin_pass()  # where the model was in evaluation mode, or two passes end together
-        if not self._factor or not self.has_samples:  # such gradients may be no numbers
+        if self._is_nothing is True or not self.has_samples:  # such gradients may be no numbers
             return torch.zeros_like(gradient)
         weighed = gradient * self._factor
+        if isinstance(self._is_nothing, Tensor):
+            weighed = weighed.masked_fill(self._is_nothing, 0)
         return weighed if self._unscale is None else weighed * self._unscale
 
     def _stepping(self, optimizer: Any, values: Any, options: Any) -> Any:

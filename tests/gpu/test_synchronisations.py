@@ -193,3 +193,62 @@ def test_a_checkpoint_is_copied_without_a_wait(gpus: GpuHost) -> None:
     assert said[0] == "waits 0"
     assert said[1].startswith("True")
     assert "[5, 3]" in said[1]
+
+
+# A script for torchrun: what each pass tells other workers of its loss is read in the next one.
+WRAPPED = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+kind = sys.argv[1]
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+torch.manual_seed(0)
+layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).cuda()
+model = DistributedDataParallel(layers)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(240, 6), torch.randint(3, (240,)))
+loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data), pin_memory=True)
+software = sys.modules.get("_fakecuda")
+for step, (x, y) in enumerate(loader):
+    if step == 8 and software is None:
+        torch.cuda.set_sync_debug_mode("error")
+    if step == 8 and software is not None:
+        software.reset_counts()
+    x, y = x.cuda(non_blocking=True), y.cuda(non_blocking=True)
+    out = model(x)
+    if kind == "targets":
+        loss = nn.functional.cross_entropy(out, y)
+    elif kind == "samples":
+        loss = out.square().mean()
+    else:
+        mask = (y > 0).float()
+        loss = (out.square().sum(1) * mask).sum() / mask.sum().clamp(min=1)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step == 12:
+        found = 0 if software is None else software.counts().get("host_sync", 0)
+        torch.cuda.set_sync_debug_mode("default") if software is None else None
+        print("waits", found / 5, flush=True)
+print("loss", f"{loss.item():.9f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("loss", ["samples", "targets", "divisor"])
+def test_no_step_of_a_script_as_it_is_waits_for_the_device(gpus: GpuHost, loss: str) -> None:
+    host = gpus(2)
+    files.write(host.folder / "plan.json", plan_of([1, 1], [host.types[0]] * 2, samples=8))
+    script = host.folder / "train.py"
+    script.write_text(WRAPPED)
+    found = host.run("launch", "-o", "out", host.folder / "plan.json", script, loss)
+    assert found.returncode == 0, found.stderr
+    logs = [log.read_text() for log in sorted((host.folder / "out" / "logs").glob("rank*.out"))]
+    assert [log.splitlines()[0] for log in logs] == ["waits 0.0"] * 2
+    assert logs[0] == logs[1]  # the loss of the whole batch
