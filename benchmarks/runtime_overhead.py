@@ -1,8 +1,8 @@
 """Cost of hetflow's runtime: one virtual node against DistributedDataParallel, V against V x 1.
 
-Two workers (gloo on CPU; NCCL where each has a CUDA device) run blocks of steps of each variant
-in turn, so that a busy machine disturbs all alike. Ratios are of neighbouring blocks; the median
-and the quartiles over all rounds are printed.
+Two workers (gloo on CPU; NCCL where each has a CUDA device), or one where there is one GPU, run
+blocks of steps of each variant in turn, so that a busy machine disturbs all alike. Ratios are of
+neighbouring blocks; the median and the quartiles over all rounds are printed.
 
     python benchmarks/runtime_overhead.py --quick
 """
@@ -30,12 +30,14 @@ from hetflow.runtime.job import Job
 from hetflow.schema import files
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
-WORKERS = 2
+WORKERS = 1 if torch.cuda.device_count() == 1 else 2
 VIRTUAL_NODES = 8
 JOBS: list[Job] = []
 OTHERS: list[torch.optim.Optimizer] = []  # of DistributedDataParallel
 # Samples of a virtual node; steps of a block; the rounds are fewer for the long one.
 MODELS = {"mlp": (32, 4, 16), "digits-cnn": (32, 4, 16), "resnet18": (2, 2, 6)}
+if torch.cuda.is_available():
+    MODELS = {"mlp": (32, 20, 24), "resnet50": (32, 4, 12), "gpt2": (4, 4, 12)}
 
 
 def main() -> None:

@@ -128,34 +128,52 @@ class StepTimes:
         return self.ended - self.synchronised
 
 
-_REFERENCE_REPEATS = 9
+# On a GPU its launch takes some 10 us.
+_REFERENCE_SECONDS, _REFERENCE_REPEATS = 2.5e-4, 9
 
 
 def reference_seconds(device: torch.device) -> float | None:
     """Seconds of a fixed product of matrices, which tell how fast a device is now.
 
     Profiles and launches measure it alike, so their ratio is what the device has become slower. On
-    an accelerator it is in double precision, which no setting of a script rounds.
+    an accelerator it is in double precision, which no setting of a script rounds, and as large as
+    it takes to last far longer than its launch.
 
     Returns:
-        The median of a few products; None where there is no memory for them, or no such numbers.
+        The median of a few products, for one of the least size; None where there is no memory for
+        them, or no such numbers.
     """
     backend = backend_of(device)
     size, dtype = (256, torch.float32) if backend.is_host else (512, torch.float64)
     try:
-        ones = torch.ones(size, size, dtype=dtype, device=device)
-        product = torch.empty_like(ones)
+        seconds = _product_seconds(size, dtype, device)
+        times = 1
+        while seconds < _REFERENCE_SECONDS and times < 4 and not backend.is_host:
+            times *= 2
+            seconds = _product_seconds(times * size, dtype, device)
     except (RuntimeError, TypeError):
         return None
+    return seconds / times**3
+
+
+def _product_seconds(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The median of a few products of two square matrices."""
+    backend = backend_of(device)
+    ones = torch.ones(size, size, dtype=dtype, device=device)
+    product = torch.empty_like(ones)
     mark, found = backend.marker(device), []
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        for _ in range(1 + _REFERENCE_REPEATS):  # the first one warms up
+        torch.mm(ones, ones, out=product)  # warms up
+        for _ in range(_REFERENCE_REPEATS):
+            if not backend.is_host:
+                # The device is busy while the host launches what is timed.
+                torch.mm(ones, ones, out=product)
             began = mark()
             torch.mm(ones, ones, out=product)
             ended = mark()
             backend.wait_for(ended)
             found.append(backend.seconds_between(began, ended))
-    return statistics.median(found[1:])
+    return statistics.median(found)
 
 
 # Compute the measured terms of a step, in the form of a predicted step.

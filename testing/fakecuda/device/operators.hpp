@@ -57,7 +57,6 @@ inline void check_deterministic(const c10::OperatorHandle& op, torch::jit::Stack
       {"aten::fractional_max_pool2d_backward", "fractional_max_pool2d_backward_cuda"},
       {"aten::fractional_max_pool3d_backward", "fractional_max_pool3d_backward_cuda"},
       {"aten::reflection_pad1d_backward", "reflection_pad1d_backward_out_cuda"},
-      {"aten::reflection_pad2d_backward", "reflection_pad2d_backward_cuda"},
       {"aten::reflection_pad3d_backward", "reflection_pad3d_backward_out_cuda"},
       {"aten::replication_pad1d_backward", "replication_pad1d_backward_cuda"},
       {"aten::replication_pad3d_backward", "replication_pad3d_backward_cuda"},
