@@ -274,6 +274,16 @@ def test_attentions_products_are_counted_both_ways() -> None:
     assert flops == [2 * product, 5 * product]
 
 
+def test_attention_with_dropout_is_one_kernel_as_on_gpus() -> None:
+    query = torch.randn(1, 4, 32, 8)
+    with tallied() as tally:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, None, 0.1)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=0.1)
+    (operator,) = tally.operators
+    assert "attention" in operator.name
+    assert operator.count == 2
+
+
 def test_the_peak_follows_what_is_held() -> None:
     with tallied() as tally:
         kept = torch.zeros(1000)
