@@ -5,13 +5,14 @@ A job passes the script's calls on to its parts; docs/architecture.md lists them
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..devices.backend import backend_of
+from ..devices.backend import DeviceBackend, backend_of
 from ..schema.errors import TargetError
 from ..schema.options import command
 from . import finish, peers
@@ -66,7 +67,8 @@ class Job:
     ) -> None:
         self._promise = promise
         self._session, self._engine, self._epochs = session, engine, epochs
-        self._backend = backend_of(session.device)
+        # No method of the job's own: what refers to itself keeps its memory until it is looked for.
+        self._begin_step = partial(_begin_step, backend_of(session.device), runner, session)
         self._progress, self._runner = progress, runner
         self._agreement, self._checkpoints = agreement, checkpoints
         split = engine if isinstance(engine, SplitEngine) else None
@@ -385,18 +387,6 @@ class Job:
             whole.check()
         self._check_settings()
         return (loss, step.rest) if has_aux else loss
-
-    def _begin_step(self) -> None:
-        """Join the others for a step, and refuse one that cannot be."""
-        if not self._backend.is_host and self._backend.is_capturing():
-            raise TargetError(
-                "job.backward cannot be captured in a graph of kernels: a step reads the batch and "
-                "the sums of the step before on the host",
-                hint="take batches and call it outside of the capture",
-            )
-        self._runner.join()
-        if self._session.is_finished:
-            raise TargetError("the job is finished", hint="call job.finish after the last step")
 
     def _close_step(self, step: Step) -> Tensor:
         """Sum a step over the workers and count it; return its mean loss []."""
@@ -741,3 +731,16 @@ class Alone:
     ) -> Sequence[int]:
         """See ``Runner``; no worker lags, so the order is drawn."""
         return draw()
+
+
+def _begin_step(backend: DeviceBackend, runner: Runner, session: Session) -> None:
+    """Join the others for a step, and refuse one that cannot be."""
+    if not backend.is_host and backend.is_capturing():
+        raise TargetError(
+            "job.backward cannot be captured in a graph of kernels: a step reads the batch and "
+            "the sums of the step before on the host",
+            hint="take batches and call it outside of the capture",
+        )
+    runner.join()
+    if session.is_finished:
+        raise TargetError("the job is finished", hint="call job.finish after the last step")
