@@ -103,7 +103,8 @@ class PipelineWork:
 
     ``trace`` is how the layers were found; None is torch.fx. With ``sequence_parallel`` the ranks
     of a tensor-parallel group share the tokens between the layers that they share. With
-    ``shard_optimizer`` one of the ranks that hold a parameter keeps its optimizer state.
+    ``shard_optimizer`` one of the ranks that hold a parameter keeps its optimizer state; with
+    ``shard_gradients`` only that one gets its gradient.
     """
 
     schedule: Name
@@ -113,6 +114,7 @@ class PipelineWork:
     trace: LayerTrace | None = None
     sequence_parallel: bool | None = None
     shard_optimizer: bool | None = None
+    shard_gradients: bool | None = None
 
     def __post_init__(self) -> None:
         traits(self.schedule)  # raises for an unknown schedule

@@ -574,7 +574,8 @@ class Plan(Shown, _Staged):
       NUM_OPT_ACTIVE_MINIBATCHES per input-stage replica (thesis 2.4.2).
     - Tensor-parallel groups: with ``sequence_parallel`` the devices of a group share the tokens
       between the layers that they share. With ``shard_optimizer`` each replica of a stage keeps and
-      updates a share of the optimizer's state. ``with_more_devices`` is what these would bring.
+      updates a share of the optimizer's state; with ``shard_gradients`` only that one gets the
+      sums of these gradients. ``with_more_devices`` is what these would bring.
 
     Example:
         >>> import hetflow
@@ -609,6 +610,7 @@ class Plan(Shown, _Staged):
     workers: WorkerCount | None = None
     sequence_parallel: bool | None = None
     shard_optimizer: bool | None = None
+    shard_gradients: bool | None = None
     link_bytes_per_second: NonNegative | None = None
     alternatives: tuple[Alternative, ...] = ()
     with_more_devices: tuple[Gain, ...] = ()

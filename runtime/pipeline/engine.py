@@ -424,7 +424,13 @@ class PipelineEngine:
         )
         self._transport = transport = transport_of(place, [s.replicas for s in work.stages])
         self._synchroniser = Synchroniser(
-            self._ownership, place, work, transport, overlaps=overlap, shares_updates=shards
+            self._ownership,
+            place,
+            work,
+            transport,
+            overlaps=overlap,
+            shares_updates=shards,
+            keepers=share.keepers if share is not None and work.shard_gradients else None,
         )
         self._updates: ShardedUpdates | None = None  # of a sharded optimizer
         if shards and optimizer is not None and share is not None:

@@ -36,7 +36,8 @@ from ..tensor.groups import Lanes
 # ``clip_grad_norm_(model.parameters(), limit)`` must clip by the norm of all gradients on every
 # worker, even where a worker holds only a part of a parameter. So the part refers to a companion
 # tensor, a stand-in that answers with the whole gradient's norm (``NormOnly``). An operation
-# that scales the part scales the companion too.
+# that scales the part scales the companion too. Where replicas share gradients, the part may be
+# nothing: then the companion takes the place of the gradient in every function.
 
 TAKE_NORMS = {
     torch.linalg.vector_norm,
@@ -55,12 +56,20 @@ class PartGradient(Tensor):
     """A part of a gradient; norm functions of it return the norm of the whole gradient."""
 
     _companion: Tensor
+    _is_nothing = False
 
     @staticmethod
     def of(part: Tensor, companion: Tensor) -> "PartGradient":
         """Wrap the part in its own memory; ``companion`` knows the norms of the whole gradient."""
         made: PartGradient = part.as_subclass(PartGradient)
         made._companion = companion
+        return made
+
+    @staticmethod
+    def elsewhere(parameter: Tensor, companion: Tensor) -> "PartGradient":
+        """Make the gradient of a parameter that another worker has; it takes no memory."""
+        made = PartGradient.of(parameter.new_zeros(()).expand(parameter.shape), companion)
+        made._is_nothing = True
         return made
 
     @classmethod
@@ -75,6 +84,8 @@ class PartGradient(Tensor):
         kwargs = kwargs or {}
         if func in TAKE_NORMS:
             return func(companions(args[0]), *args[1:], **kwargs)
+        if getattr(func, "__name__", "") != "__get__" and has_nothing(args):
+            return func(*companions(args, only_nothing=True), **kwargs)
         scale_companions(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -87,12 +98,27 @@ def plain(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def companions(given: Any) -> Any:
-    """A gradient or a list of gradients, with each part replaced by its companion."""
-    if isinstance(given, PartGradient):
+def is_elsewhere(gradient: Tensor) -> bool:
+    """Whether another worker has a gradient, whose norms alone are known here."""
+    return isinstance(gradient, PartGradient) and gradient._is_nothing
+
+
+def has_nothing(given: Any) -> bool:
+    """Whether a gradient of a list is elsewhere."""
+    if isinstance(given, list | tuple):
+        return any(map(has_nothing, given))
+    return isinstance(given, Tensor) and is_elsewhere(given)
+
+
+def companions(given: Any, *, only_nothing: bool = False) -> Any:
+    """A gradient or a list of gradients, with each part replaced by its companion.
+
+    ``only_nothing`` keeps the parts that this worker has.
+    """
+    if isinstance(given, PartGradient) and (given._is_nothing or not only_nothing):
         return given._companion
     if isinstance(given, list | tuple):
-        return [companions(entry) for entry in given]
+        return [companions(entry, only_nothing=only_nothing) for entry in given]
     return given
 
 
@@ -193,8 +219,8 @@ class Columns:
     """The columns of a table: one for each whole parameter, and one for each part of a cut one.
 
     Args:
-        parameters: [parameters] the name, and the first rank that holds it. That rank sends the
-            norm; of a cut parameter, every rank of its group sends its part's norm.
+        parameters: [parameters] the name, and the first rank that has its gradient. That one sends
+            the norm; of a cut parameter, every rank of its group sends its part's norm.
         lanes: Which workers share layers.
         device: Where tables are.
     """
@@ -505,13 +531,20 @@ def _product(found: Tensor, ratio: float | Tensor) -> Tensor:
 class PartNorms:
     """Makes one worker's parts of gradients return the whole gradients' norms.
 
+    So do the gradients of parameters that another replica updates, of which it has nothing.
+
     If another replica holds a parameter whole, its gradient returns the same norm. A norm that it
     computed itself would be rounded differently, and the replicas would clip by different numbers.
     """
 
-    def __init__(self, parts: Sequence[tuple[int, nn.Parameter]], told: ToldNorms) -> None:
-        """Take the parameters, with their indices in tables of norms."""
-        self._parts, self._told = list(parts), told
+    def __init__(
+        self,
+        parts: Sequence[tuple[int, nn.Parameter]],
+        elsewhere: Sequence[tuple[int, nn.Parameter]],
+        told: ToldNorms,
+    ) -> None:
+        """Take the parameters of both, with their indices in tables of norms."""
+        self._parts, self._elsewhere, self._told = list(parts), list(elsewhere), told
 
     def show(self, table: NormTable, loss_scale: float | Tensor) -> None:
         """Give each part of a gradient a companion with the norm of the whole gradient.
@@ -521,14 +554,19 @@ class PartNorms:
             loss_scale: The factor by which a GradScaler will divide both part and companion.
         """
         shown = [(i, p, plain(p.grad)) for i, p in self._parts if p.grad is not None]
+        shown += [(i, p, None) for i, p in self._elsewhere if table.used[i]]
         if not shown:
             return
         norms = table.two_norms([index for index, _, _ in shown]) * loss_scale
-        kinds = {(part.dtype, part.device) for _, _, part in shown}
+        kinds = {(parameter.dtype, parameter.device) for _, parameter, _ in shown}
         numbers = {kind: norms.to(dtype=kind[0], device=kind[1]) for kind in kinds}
         for place, (index, parameter, part) in enumerate(shown):
-            number = numbers[part.dtype, part.device][place : place + 1]
-            parameter.grad = PartGradient.of(part, NormOnly.of(number, self._told, index))
+            number = numbers[parameter.dtype, parameter.device][place : place + 1]
+            companion = NormOnly.of(number, self._told, index)
+            if part is None:
+                parameter.grad = PartGradient.elsewhere(parameter, companion)
+            else:
+                parameter.grad = PartGradient.of(part, companion)
 
 
 class StandIns:

@@ -12,6 +12,9 @@ for each other, and a sum adds in the same order in every run.
 Where the replicas of a stage have unlike tensor degrees, whole gradients are summed, and a worker
 may hold only parts of them. The buffers of such sums are freed when the sums are done.
 
+Where replicas share gradients (ZeRO-2), a sum goes only to the worker that updates the parameter,
+which takes half as many bytes. The other workers' gradients are freed then, until the next step.
+
 Hooks of the parameters tell when gradients have come. Between kernels, where Python's code is not
 in the caches, a hook takes several times as long as elsewhere. So a stage's parameters have hooks
 only in its first backward pass of a step, which puts gradients into the buffers, and in its last.
@@ -71,6 +74,7 @@ class _Bucket:
     Attributes:
         slots: The parameters' places.
         group: The process group of the sum.
+        owner: The only rank that gets the sum; None: all do.
         stages: The stages that use the parameters.
         views: [slots] the gradients' places in the buffer; none where they are only lent one.
         flat: The buffer, while there is one.
@@ -83,6 +87,7 @@ class _Bucket:
 
     slots: list[_Slot]
     group: dist.ProcessGroup
+    owner: int | None
     stages: tuple[int, ...]
     views: list[Tensor]
     flat: Tensor | None
@@ -120,7 +125,11 @@ class ReplicaSums:
         rank: This worker's.
         group_of: The process group of each set of ranks with several members.
         told: Says which parameters have a gradient on some worker. None: the buckets carry that.
+        owners: Name -> the only rank that gets a parameter's sum; others give it to all.
         overlaps: Whether sums start during backward passes.
+
+    Attributes:
+        given: Names of the parameters whose gradients of this step another worker has now.
     """
 
     def __init__(
@@ -129,11 +138,12 @@ class ReplicaSums:
         rank: int,
         group_of: Mapping[Holders, dist.ProcessGroup],
         told: Callable[[Sequence[str]], Flags] | None,
+        owners: Mapping[str, int],
         *,
         overlaps: bool,
     ) -> None:
         self._ownership, self._rank, self._told = ownership, rank, told
-        self._group_of, self._overlaps = group_of, overlaps
+        self._group_of, self._owners, self._overlaps = group_of, owners, overlaps
         sets = {name: ownership.sum_of(name, rank) for name in ownership.parameters}
         self._sets = {name: ranks for name, ranks in sets.items() if ranks in group_of}
         self._held = [ownership.parameters[name] for name in self._sets]
@@ -150,6 +160,7 @@ class ReplicaSums:
         self._awaited: set[str] = set()  # whose first gradient of the step has not come
         self._num_launched = 0
         self._lent: deque[_Bucket] = deque()
+        self.given: set[str] = set()
 
     def begin(self, operations: Sequence[Operation]) -> None:
         """Start a step of these operations. No parameter may have a gradient."""
@@ -165,6 +176,7 @@ class ReplicaSums:
         self._awaited.update(s.name for b in self._buckets if b.views for s in b.slots)
         self._firsts.begin()
         self._lent.clear()
+        self.given.clear()
 
     def _take(self, operations: Sequence[Operation]) -> None:
         """Note what follows from a step's operations."""
@@ -254,7 +266,7 @@ class ReplicaSums:
             kind_of_use = min(len(stages), 2) if stages else 3
             position[name] = (kind_of_use, [-stage for stage in stages], place)
             if name in self._sets and parameter.requires_grad:
-                kind = (parameter.dtype, parameter.device)
+                kind = (parameter.dtype, parameter.device, self._owners.get(name))
                 family = (stages, self._sets[name], self._is_lent(name), *kind)
                 families.setdefault(family, []).append(name)
         found = [
@@ -295,9 +307,10 @@ class ReplicaSums:
             counts = not adds_whole or ownership.lanes.contributes(name, self._rank)
             slots.append(_Slot(name, ownership.parameters[name], start, shape, counts))
             start += shape.numel()
-        group = self._group_of[self._sets[names[0]]]
-        made = _Bucket(slots, group, ownership.stages[names[0]], [], None)
-        if names[0] not in ownership.cut or not self._is_lent(names[0]):
+        group, owner = self._group_of[self._sets[names[0]]], self._owners.get(names[0])
+        made = _Bucket(slots, group, owner, ownership.stages[names[0]], [], None)
+        is_part = names[0] in ownership.cut and self._is_lent(names[0])
+        if not is_part and owner in (None, self._rank):
             made.flat = self._buffer(made)
             made.views = [view_like(made.flat, slot.start, slot.parameter) for slot in slots]
         return made
@@ -349,7 +362,10 @@ class ReplicaSums:
         with torch.no_grad():
             flat = self._filled(bucket)
         bucket.is_launched = True
-        bucket.work = peers.all_reduce(flat, group=bucket.group, async_op=True)
+        if bucket.owner is None:
+            bucket.work = peers.all_reduce(flat, group=bucket.group, async_op=True)
+        else:
+            bucket.work = peers.reduce(flat, bucket.owner, group=bucket.group, async_op=True)
 
     def _filled(self, bucket: _Bucket) -> Tensor:
         """The bucket's buffer with what this worker contributes."""
@@ -370,9 +386,11 @@ class ReplicaSums:
                 flags.fill_(1.0)
         if not bucket.views:
             for slot, gradient in zip(bucket.slots, gradients, strict=True):
-                if gradient is not None:
-                    place = _place_of(slot, flat)
+                place = _place_of(slot, flat)
+                if gradient is not None and gradient.shape != slot.whole:
                     self._ownership.lanes.put(slot.name, gradient, place, self._rank)
+                elif gradient is not None and slot.contributes:
+                    place.copy_(gradient)
             return flat
         cleared = []
         for slot, gradient, view in zip(bucket.slots, gradients, bucket.views, strict=True):
@@ -391,6 +409,13 @@ class ReplicaSums:
             bucket.work = None
         flat, lanes = bucket.flat, self._ownership.lanes
         if flat is None:  # done before, and the buffer was given back
+            return
+        if bucket.owner not in (None, self._rank):
+            bucket.flat = None
+            for slot in bucket.slots:
+                if slot.parameter.grad is not None:
+                    self.given.add(slot.name)
+                    slot.parameter.grad = None
             return
         if bucket.is_in_place:
             return

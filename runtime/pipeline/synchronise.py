@@ -10,7 +10,7 @@ numbers while the devices still compute. Elsewhere the hosts send each other eve
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from .norms import (
     Rows,
     StandIns,
     ToldNorms,
+    is_elsewhere,
     norms_of,
     plain,
     weighted_sum,
@@ -79,19 +80,23 @@ class Synchroniser:
         *,
         overlaps: bool,
         shares_updates: bool = False,
+        keepers: Mapping[str, Holders] | None = None,
     ) -> None:
+        """``keepers``: by name, the ranks that get a gradient; of all others, all that hold it."""
         self._ownership, self._place = ownership, place
+        gets = {name: (keepers or {}).get(name, ranks) for name, ranks in ownership.holders.items()}
+        elsewhere = {name for name in ownership.own if place.rank not in gets[name]}
         self._parameters = list(ownership.parameters.items())
         self._index = {name: index for index, (name, _) in enumerate(self._parameters)}
         apart = [
-            [i for i, (name, _) in enumerate(self._parameters) if rank not in self._holders(name)]
+            [i for i, (name, _) in enumerate(self._parameters) if rank not in gets[name]]
             for rank in range(place.world_size)
         ]
         # Collectives may go from device to device, so that no host need wait for its own.
         carrier = place.device if transport is None else transport.device
         is_on_device = not backend_of(carrier).is_host
         self._columns = Columns(
-            [(name, ownership.holders[name][0]) for name, _ in self._parameters],
+            [(name, gets[name][0]) for name, _ in self._parameters],
             ownership.lanes,
             place.device if is_on_device else torch.device(HOST),
         )
@@ -101,7 +106,7 @@ class Synchroniser:
             + [
                 i
                 for i, (name, _) in enumerate(self._parameters)
-                if rank in self._holders(name)
+                if rank in gets[name]
                 and ownership.lanes.is_told_by_parts(name, self._holders(name))
             ]
             for rank in range(place.world_size)
@@ -124,14 +129,20 @@ class Synchroniser:
         self._exchange = VectorSums(transport, place.world_size, length)
         self._summed: Tensor | None = None
         self._norms = ToldNorms(lambda: self._tell(NORMS), place)
-        here = [(i, self._parameters[i][1]) for i in apart[place.rank]]
+        here = [
+            (i, self._parameters[i][1])
+            for i in apart[place.rank]
+            if self._parameters[i][0] not in elsewhere
+        ]
         self._stand_ins = StandIns(here, self._norms)
         parts = [
             (i, p)
             for i, (name, p) in enumerate(self._parameters)
-            if name in ownership.own and ownership.lanes.is_told_by_parts(name, self._holders(name))
+            if name in ownership.own - elsewhere
+            and ownership.lanes.is_told_by_parts(name, self._holders(name))
         ]
-        self._parts = PartNorms(parts, self._norms)
+        others = [(i, p) for i, (name, p) in enumerate(self._parameters) if name in elsewhere]
+        self._parts = PartNorms(parts, others, self._norms)
         self._own = [(n, p) for n, p in self._parameters if n in ownership.own]
         self._held = [parameter for _, parameter in self._own]
         self._groups: dict[Holders, dist.ProcessGroup] = {}
@@ -146,6 +157,7 @@ class Synchroniser:
             place.rank,
             self._groups,
             None if self._on_device is None else self._told_flags,
+            self._owners(keepers or {}),
             overlaps=overlaps,
         )
         self._carried: dict[str, Tensor] = {}
@@ -166,6 +178,15 @@ class Synchroniser:
         """Whether numbers stay on the device until they are asked for."""
         return self._on_device is not None
 
+    def _owners(self, keepers: Mapping[str, Holders]) -> dict[str, int]:
+        """Name -> the only rank of this worker's sum of a gradient that gets it."""
+        owners = {}
+        for name, ranks in keepers.items():
+            found = {*ranks} & {*self._ownership.sum_of(name, self._place.rank)}
+            if len(found) == 1:
+                (owners[name],) = found
+        return owners
+
     def group_of(self, ranks: Holders) -> dist.ProcessGroup:
         """The process group of a set of workers that exchange gradients or parameters."""
         return self._groups[ranks]
@@ -180,7 +201,8 @@ class Synchroniser:
             return
         for name, parameter in self._own:
             if parameter.grad is not None:
-                self._carried[name] = self.replica_sums.apart(plain(parameter.grad))
+                if not is_elsewhere(parameter.grad):
+                    self._carried[name] = self.replica_sums.apart(plain(parameter.grad))
                 parameter.grad = None
 
     def expect(self, operations: Sequence[Operation]) -> None:
@@ -323,8 +345,11 @@ class Synchroniser:
 
     def _used_here(self) -> list[float]:
         """[parameters] 1 where this worker has a gradient of its own, else 0."""
-        own = self._ownership.own
-        return [float(name in own and p.grad is not None) for name, p in self._parameters]
+        own, given = self._ownership.own, self.replica_sums.given
+        return [
+            float(name in own and p.grad is not None or name in given)
+            for name, p in self._parameters
+        ]
 
     def _fill(self, table: Rows, norms: Collection[float]) -> None:
         used = [(i, plain(p.grad)) for i, p in self._told if p.grad is not None]

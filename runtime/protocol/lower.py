@@ -195,6 +195,7 @@ def _work_of(plan: Plan, ranks_of_stages: Sequence[tuple[int, ...]]) -> Pipeline
         trace=plan.trace,
         sequence_parallel=plan.sequence_parallel,
         shard_optimizer=plan.shard_optimizer,
+        shard_gradients=plan.shard_gradients,
     )
 
 

@@ -90,7 +90,7 @@ class Worker:
         )
         sets = {found for sums in ownership.sums.values() for found in sums}
         group_of: dict[Any, Any] = {ranks: ranks for ranks in sets if len(ranks) > 1}
-        self.sums = ReplicaSums(ownership, rank, group_of, None, overlaps=overlaps)
+        self.sums = ReplicaSums(ownership, rank, group_of, None, {}, overlaps=overlaps)
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(
                 lambda _, name=name: fake.events.append(name)
@@ -151,7 +151,7 @@ def plain(
 ) -> dict[str, Tensor]:
     """The gradients of the same step without other workers, and without sums."""
     alone = Worker(fake, groups, rank)
-    alone.sums = ReplicaSums(alone.sums._ownership, rank, {}, None, overlaps=True)
+    alone.sums = ReplicaSums(alone.sums._ownership, rank, {}, None, {}, overlaps=True)
     alone.step(**how)
     fake.events.clear()
     return alone.gradients()

@@ -106,6 +106,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d2": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "d2-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "d2-unlike-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
+        "d2-gradients-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "zoo-cores": ("zoo:sgd:clip", [(WHOLE, (2,))]),
     }),
     "t2-more": (2, {
@@ -126,6 +127,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "qwen": ("qwen:sgd:clip", [(WHOLE, (2,))]),
         "groups": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
         "groups-shards": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
+        "groups-gradients-shards": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
         "whole": ("zoo:adafactor:clip", [(WHOLE, (1, 1))]),
         "whole-shards": ("zoo:adafactor:clip", [(WHOLE, (1, 1))]),
         "adam-shards": ("zoo:adam:clip-inf", [(WHOLE, (2,))]),
@@ -139,6 +141,8 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "gpt2-shards": ("gpt2:adam:clip-inf", [(WHOLE, (1, 2))]),
         "d3": ("gpt2:adam:clip-inf", [(WHOLE, (1, 1, 1))]),
         "d3-shards": ("gpt2:adam:clip-inf", [(WHOLE, (1, 1, 1))]),
+        "d3-gradients": ("gpt2:adam:clip-inf", [(WHOLE, (1, 1, 1))]),
+        "gpt2-gradients": ("gpt2:adam:clip-inf", [(WHOLE, (1, 2))]),
     }),
     "p2": (2, {
         "zoo": ("zoo:sgd:clip", [(FIRST, (1,)), (LAST, (1,))]),
@@ -182,6 +186,8 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d2-again": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "d2-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "d2-unlike-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
+        "d2-unlike-gradients-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
+        "chunks-d2-gradients-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-d2-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
     }),
     "p2-t2-d2": (8, {
@@ -194,6 +200,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "zoo": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "zoo-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "zoo-unlike-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
+        "zoo-gradients-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "tokens": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "again": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "t4": ("zoo:sgd:clip", [(WHOLE, (4,))]),
@@ -230,11 +237,14 @@ def planned(key: str, stages: list) -> Plan:
     """The plan of a case.
 
     "tokens" has sequence parallelism, "again" recomputes, "cores" recomputes attention cores,
-    "chunks" is interleaved, "shards" shares the optimizer's state, "unlike" as 1 to 3.
+    "chunks" is interleaved, "shards" shares the optimizer's state, "unlike" as 1 to 3,
+    "gradients" also gradients.
     """
     plan = parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1)
     plan = replace(plan, sequence_parallel="tokens" in key or None)
-    plan = replace(plan, shard_optimizer="shards" in key or None)
+    has_gradients = "gradients" in key or None
+    plan = replace(plan, shard_optimizer="shards" in key or has_gradients)
+    plan = replace(plan, shard_gradients=has_gradients)
     if key.startswith("exported"):
         plan = replace(plan, trace=TRACES[key.split("-")[1]])
     if "unlike" in key:
@@ -310,7 +320,9 @@ def test_trainings_equal_one_process(
 def test_sharded_state_and_recomputed_cores_give_the_same_bits(
     world: str, name: str, worlds: Worlds
 ) -> None:
-    plain = name.removesuffix("-shards").removesuffix("-unlike").removesuffix("-cores")
+    plain = name
+    for suffix in ("-shards", "-gradients", "-unlike", "-cores"):
+        plain = plain.removesuffix(suffix)
     for answer in worlds[world]:
         found, expected = answer[name], answer[plain]
         assert (found["losses"], found["norms"]) == (expected["losses"], expected["norms"])
