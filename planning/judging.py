@@ -171,6 +171,7 @@ def view_of_plan(plan: Plan, problem: Problem) -> View:
             num_model_chunks=chunks_of(asked.num_model_chunks),
             sequence_parallel=bool(plan.sequence_parallel),
             shard_optimizer=bool(plan.shard_optimizer),
+            shard_gradients=bool(plan.shard_gradients),
         )
     return pipeline_problem(
         problem,

@@ -197,7 +197,8 @@ class ParallelProblem:
     limits the stages of a pipeline; None sets no limit. ``num_model_chunks`` are the numbers of
     stages per device to try; above 1 the schedule is interleaved 1F1B. Between two types counts the
     slowest of both types' own links and of their entry in ``between``. With ``shard_optimizer`` the
-    replicas of a stage, which then have one degree, share the optimizer's state.
+    replicas of a stage, which then have one degree, share the optimizer's state; with
+    ``shard_gradients`` a gradient is summed only for the one that updates the parameter.
     """
 
     model: Name
@@ -216,6 +217,7 @@ class ParallelProblem:
     num_model_chunks: tuple[Count, ...] = (1,)
     optimizer: OptimizerState | None = None
     shard_optimizer: bool = False
+    shard_gradients: bool = False
     between: tuple[TypesLink, ...] = ()
 
     def __post_init__(self) -> None:
@@ -224,6 +226,8 @@ class ParallelProblem:
             raise ProblemError("num_model_chunks must hold at least one number")
         if self.shard_optimizer and self.optimizer is None:
             raise ProblemError("shard_optimizer needs the optimizer, whose state is counted")
+        if self.shard_gradients and not self.shard_optimizer:
+            raise ProblemError("shard_gradients needs shard_optimizer, which says who gets them")
         if self.between and self.cost_rule == "sailor":
             raise ProblemError("the cost rule sailor knows no links between types; leave them out")
         size = len(self.layers)

@@ -45,7 +45,8 @@ def _title(plan: Plan) -> str:
         text += f" ({plan.num_model_chunks} stages a device: 0, {second}, ... on the same)"
     if plan.optimizer is not None:
         text += f"; memory counts {plan.optimizer}"
-    return text + (", shared by the replicas of a stage" if plan.shard_optimizer else "")
+    text += ", shared by the replicas of a stage" if plan.shard_optimizer else ""
+    return text + (", which share gradients too" if plan.shard_gradients else "")
 
 
 def _group_rows(plan: Plan) -> tuple[list[str], list[tuple[object, ...]]]:

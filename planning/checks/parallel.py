@@ -198,6 +198,9 @@ def _shape_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
     if bool(plan.shard_optimizer) != problem.shard_optimizer:
         said = "shards" if plan.shard_optimizer else "does not shard"
         yield f"the plan {said} the optimizer's state, the problem asks for the opposite"
+    if bool(plan.shard_gradients) != problem.shard_gradients:
+        said = "shards" if plan.shard_gradients else "does not shard"
+        yield f"the plan {said} gradients, the problem asks for the opposite"
     for number, stage in enumerate(plan.stages):
         degrees = sorted({group.tensor_parallel_size for group in stage.replicas})
         if problem.shard_optimizer and len(degrees) > 1:
@@ -512,8 +515,8 @@ def _curves_between(problem: ParallelProblem, types: set[str]) -> list[LinkCurve
 
 
 def _reduce(plan: Plan, problem: ParallelProblem, number: int) -> float:
-    """Seconds of a stage's ring all-reduce: every byte goes round twice."""
-    return _ring(plan, problem, number, rounds=2)
+    """Seconds of a stage's sums: every byte goes round twice, or once where one replica gets it."""
+    return _ring(plan, problem, number, rounds=1 if problem.shard_gradients else 2)
 
 
 def _ring(plan: Plan, problem: ParallelProblem, number: int, *, rounds: int) -> float:

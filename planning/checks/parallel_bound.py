@@ -343,11 +343,15 @@ class _Search:
         return np.array(found)
 
     def update(self, option: _Option, ring: Table) -> Table:
-        """[start, end] the update; a sharded optimizer's with one more round of its ring."""
+        """[start, end] the update; a sharded optimizer's with what its replicas send."""
         if not self.problem.shard_optimizer:
             return option.update
-        found: Table = option.update / self.replicas + ring / 2
+        found: Table = option.update / self.replicas + self.gathers(ring)
         return found
+
+    def gathers(self, ring: Table) -> Table:
+        """Seconds of one more round of a ring, from those of its sums."""
+        return ring if self.problem.shard_gradients else ring / 2
 
     def ring(self, options: tuple[_Option, ...]) -> Table:
         """[start, end] seconds of the all-reduce of a stage's replicas."""
@@ -383,7 +387,7 @@ class _Search:
             sum(n * definitions.curve_seconds(c, each / self.replicas) for n, each in buckets if n)
             for c in curves
         )
-        return 2 * (self.replicas - 1) * slowest
+        return (1 if self.problem.shard_gradients else 2) * (self.replicas - 1) * slowest
 
     @property
     def _room(self) -> float:
@@ -706,7 +710,7 @@ class _Stages:
         )
         own = most(np.array([search.update(o, np.zeros_like(o.update)) for o in options]))
         shared = search.problem.shard_optimizer
-        self._update = own + (self._ring / 2 if shared else 0.0)
+        self._update = own + (search.gathers(self._ring) if shared else 0.0)
         one = cell.prices[search.pools] * search.degrees
         self._price = np.array(
             [_least_price(one[list(kind.options)], kind.first, d) for kind in self._kinds]
@@ -731,7 +735,7 @@ class _Stages:
                     (smaller, larger), self._kinds[number].first, in_flight
                 )
                 fits[number] = np.where(found[0] & self._is_in[number], in_flight, 0.0)
-                update[number] = found[1] + self._ring[number] / 2
+                update[number] = found[1] + self._search.gathers(self._ring[number])
             self._known[in_flight] = fits, update
         return self._known[in_flight]
 
@@ -910,5 +914,7 @@ class _Slowest:
             for s in search.problem.sizes
             if s.tensor_parallel_size == self._option.degree
         )
-        ring = 2 * (d - 1) * weights / positions / d / curve.coefficients[0]
-        return update / d + 1.5 * ring if search.problem.shard_optimizer else update + ring
+        once = (d - 1) * weights / positions / d / curve.coefficients[0]
+        if not search.problem.shard_optimizer:
+            return update + 2 * once
+        return update / d + (2 if search.problem.shard_gradients else 3) * once

@@ -52,7 +52,8 @@ _STATED = {
         "fixed_seconds transfer_seconds step_seconds_low step_seconds_high",
     },
     "parallel": {
-        "plan": f"{_OF_CUTS} sequence_parallel shard_optimizer alternatives with_more_devices",
+        "plan": f"{_OF_CUTS} sequence_parallel shard_optimizer shard_gradients alternatives "
+        "with_more_devices",
         "stage": f"{_OF_STAGES} transfer_seconds",
         "replicas": f"{_OF_REPLICAS} tensor_parallel_size memory_bytes state_share_bytes",
         "predicted": f"{_STEP} {_PARTS} bubble_fraction",

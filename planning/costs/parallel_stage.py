@@ -1,6 +1,6 @@
 """Seconds of a stage's messages and all-reduces, with pipeline, tensor and data parallelism."""
 
-from ...schema.parallel import CostRule, LinkCurve
+from ...schema.parallel import CostRule, LinkCurve, ParallelProblem
 from .comm import collective_seconds
 
 
@@ -33,16 +33,17 @@ def bucketed_ring_seconds(
     return whole * full + collective_seconds("all-reduce", rest, num_replicas, curve)
 
 
-def gather_seconds(reduce_seconds: float) -> float:
-    """Seconds in which replicas send each other the parameters that each has updated (ZeRO-1).
+def ring_rounds(problem: ParallelProblem) -> int:
+    """How often gradients go round the ring of replicas: once where only one gets each sum."""
+    return 1 if problem.shard_gradients else 2
 
-    That is an all-gather of as many bytes as were all-reduced: the second half of a ring
-    all-reduce.
 
-    Args:
-        reduce_seconds: The all-reduce of the gradients of these parameters.
+def gather_ratio(problem: ParallelProblem) -> float:
+    """Seconds in which replicas send each other what each has updated, over those of their sums.
+
+    That is an all-gather of as many bytes as were summed (ZeRO-1): one more round of the ring.
     """
-    return reduce_seconds / 2
+    return 1 / ring_rounds(problem) if problem.shard_optimizer else 0.0
 
 
 def transfer_seconds(

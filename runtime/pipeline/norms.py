@@ -56,7 +56,7 @@ class PartGradient(Tensor):
     """A part of a gradient; norm functions of it return the norm of the whole gradient."""
 
     _companion: Tensor
-    _is_nothing = False
+    _is_nothing: bool = False
 
     @staticmethod
     def of(part: Tensor, companion: Tensor) -> "PartGradient":
@@ -553,8 +553,10 @@ class PartNorms:
             table: Norms of gradients without the loss scale.
             loss_scale: The factor by which a GradScaler will divide both part and companion.
         """
-        shown = [(i, p, plain(p.grad)) for i, p in self._parts if p.grad is not None]
-        shown += [(i, p, None) for i, p in self._elsewhere if table.used[i]]
+        shown: list[tuple[int, nn.Parameter, Tensor | None]] = [
+            *((i, p, plain(p.grad)) for i, p in self._parts if p.grad is not None),
+            *((i, p, None) for i, p in self._elsewhere if table.used[i]),
+        ]
         if not shown:
             return
         norms = table.two_norms([index for index, _, _ in shown]) * loss_scale

@@ -287,6 +287,15 @@ class SolveRequest:
             "(ZeRO-1): less memory, more communication.",
         ),
     ] = False
+    shard_gradients: Annotated[
+        bool,
+        Option(
+            read_by=("parallel",),
+            panel=PARALLEL,
+            help="Let only the replica that updates a parameter get its gradient, too (ZeRO-2): as "
+            "much communication as without shares.",
+        ),
+    ] = False
     market: Annotated["Markets | None", MARKET] = None
     at: Annotated[str | None, AT] = None
     spot: Annotated[

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...planning.costs.parallel_stage import gather_seconds
+from ...planning.costs.parallel_stage import gather_ratio
 from ...schema.parallel import ParallelPool, ParallelProblem
 from ..effort import Effort
 from ..lp import LinearSession
@@ -224,7 +224,7 @@ class Relaxation:
         self, option: StageOption, starts: "slice | int", ends: "slice | int", reduce: np.ndarray
     ) -> np.ndarray:
         """The optimizer's update of stages [starts, ends], with what replicas then exchange."""
-        gathers = gather_seconds(1.0) * reduce if self.problem.shard_optimizer else 0.0
+        gathers = gather_ratio(self.problem) * reduce
         if self.problem.cost_rule == "sailor":
             own = np.append(np.array(option.update_at), 0.0)[starts]
             own = own[:, None] if isinstance(ends, slice) else own

@@ -7,6 +7,7 @@ from math import inf
 
 import numpy as np
 
+from ...planning.costs.parallel_stage import ring_rounds
 from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, is_inside
 from ..effort import DEFAULT, Effort
 from .space import OptionSpace
@@ -85,7 +86,7 @@ class Rings:
         slowest: np.ndarray = np.max(
             [_ring_seconds(shard, self._d, link, bucket) for link in links], axis=0
         )
-        return slowest
+        return ring_rounds(self._problem) / 2 * slowest
 
 
 def _gradients(problem: ParallelProblem, degree: int, places: "list[int] | slice") -> np.ndarray:

@@ -16,8 +16,9 @@ import numpy as np
 
 from ...planning.costs.parallel_stage import (
     bucketed_ring_seconds,
-    gather_seconds,
+    gather_ratio,
     interleaved_step_seconds,
+    ring_rounds,
 )
 from ...planning.schedules.closed_forms import interleaved_in_flight
 from ...schema.errors import InfeasibleError
@@ -254,8 +255,7 @@ def _least_seconds(
         slowest = max((option.seconds[-1] + messages) / chunks, *layers)
     update = option.updates[-1] / shape.num_positions
     reduce = _least_reduce(problem, shape)
-    if problem.shard_optimizer:
-        update += gather_seconds(reduce)
+    update += gather_ratio(problem) * reduce
     return shape.passes * slowest + update + reduce
 
 
@@ -268,7 +268,7 @@ def _least_reduce(problem: ParallelProblem, shape: InterleavedShape) -> float:
     if len(coefficients) > 1:
         return 0.0  # a curve's rate may have any maximum
     mean = float(_gradients(problem, shape)[-1]) / shape.num_positions
-    return 2 * (replicas - 1) * mean / replicas / coefficients[0]
+    return ring_rounds(problem) * (replicas - 1) * mean / replicas / coefficients[0]
 
 
 def _gradients(problem: ParallelProblem, shape: InterleavedShape) -> np.ndarray:
@@ -342,8 +342,9 @@ def _planned(
         )
         for start, end in pairwise(cuts)
     )
-    if problem.shard_optimizer:
-        updates = tuple(u + gather_seconds(r) for u, r in zip(updates, reduces, strict=True))
+    reduces = tuple(ring_rounds(problem) / 2 * seconds for seconds in reduces)
+    ratio = gather_ratio(problem)
+    updates = tuple(u + ratio * r for u, r in zip(updates, reduces, strict=True))
     step = interleaved_step_seconds(
         shape.num_microbatches,
         positions,

@@ -13,7 +13,7 @@ from math import inf
 
 import numpy as np
 
-from ...planning.costs.parallel_stage import gather_seconds
+from ...planning.costs.parallel_stage import gather_ratio
 from .bound import CappedRegion, Relaxation, price_rows
 from .counts import UndecidedError, deal_to_places
 from .space import unlike_shares
@@ -120,7 +120,7 @@ class Labels:
         self._sent = self._own_sent[self._pairs[:, 0]].max(axis=1)
         self._update_sums = np.array([option.updates for option in options])
         self._update_at = np.array([option.update_at for option in options])
-        self._is_sharded = problem.shard_optimizer
+        self._gather_ratio = gather_ratio(problem)
         rings = [
             (tuple(pool for pool, _ in kind.groups), min(devices for _, devices in kind.groups))
             for kind in self._kinds
@@ -423,7 +423,7 @@ class Labels:
         extra += self._rest[placed + 1][start]
         extra += 0.0 if is_last else self._sent[kind, end]
         reduce = self._reduce[self._ring_of[kind], start, end]
-        gathers = gather_seconds(1.0) * reduce if self._is_sharded else 0.0
+        gathers = self._gather_ratio * reduce
         arcs = (kind, start, mix, price, own, update + gathers, reduce, extra)
         is_open = extra < inf
         return _Arcs(*(each[is_open] for each in arcs))

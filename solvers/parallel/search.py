@@ -8,7 +8,7 @@ from math import inf
 
 import numpy as np
 
-from ...planning.costs.parallel_stage import gather_seconds, step_seconds, transfer_seconds
+from ...planning.costs.parallel_stage import gather_ratio, step_seconds, transfer_seconds
 from ...schema.parallel import ParallelProblem
 from ..effort import DEFAULT, Effort
 from .bound import Path, Relaxation
@@ -276,7 +276,7 @@ class ReplicaSearch:
     ) -> float:
         """The optimizer update of a stage on that mix, with what it exchanges."""
         options = [self.space.options[o] for o in mix]
-        gathers = gather_seconds(reduce) if self.problem.shard_optimizer else 0.0
+        gathers = gather_ratio(self.problem) * reduce
         if self.problem.cost_rule == "sailor":
             each = [option.update_at[start] for option in options]
         else:

@@ -434,6 +434,7 @@ def _of_stages(
         proof=_proof(problem, step_seconds, bound),
         optimizer=problem.optimizer,
         shard_optimizer=problem.shard_optimizer or None,
+        shard_gradients=problem.shard_gradients or None,
     )
 
 
@@ -560,6 +561,7 @@ def _sharded_sentence(problem: ParallelProblem) -> str:
     return (
         "; the replicas of a stage have one tensor degree and share the optimizer's state, equally "
         "or, where that does not fit on both types, as evenly as memory allows"
+        + (", and sums of gradients" if problem.shard_gradients else "")
     )
 
 

@@ -39,7 +39,7 @@ NOT_JUDGED = {
     r"provenance": "free text: where a plan comes from",
     r"assumptions": "sentences about links that were assumed",
     r"proof\.(method|space)": "a sentence: how the plan was found",
-    r"(optimizer|cluster|link_bytes_per_second|workers|sequence_parallel|shard_optimizer)\b": (
+    r"(optimizer|cluster|link_bytes_per_second|workers|sequence_parallel|shard_\w+)\b": (
         "the question: what a plan was solved for; a flag of check replaces it"
     ),
     r"reserves(\[\d+\]\.asked_bytes)?$": "the question: what the user asked to leave free",

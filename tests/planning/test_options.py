@@ -125,6 +125,7 @@ CASES: dict[str, dict[str, Case]] = {
     "recompute": {"parallel": Case(False, {}, KEEPS, "1xV100")},
     "sequence_parallel": {"parallel": Case(True, {})},
     "shard_optimizer": {"parallel": Case(True, {})},
+    "shard_gradients": {"parallel": Case(True, {"shard_optimizer": True})},
     "optimizer": dict.fromkeys(PLANNERS, Case(named_optimizer("adam"), {}, TIGHT)),
     "memory_reserve_bytes": dict.fromkeys(PLANNERS, Case(1 << 30, {})),
     "fastest": {

@@ -221,6 +221,8 @@ def train(case):
             if "clip" in options:
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)))
             optimizer.step()
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            stored = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads}
             optimizer.zero_grad()
             if schedule is not None:
                 schedule.step()
@@ -238,7 +240,10 @@ def train(case):
     )
     job.finish()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return {"state": state, "losses": losses, "norms": norms, "held": held, "kept": kept}
+    return {
+        "state": state, "losses": losses, "norms": norms, "held": held, "kept": kept,
+        "gradients": sum(stored.values()),
+    }  # fmt: skip
 
 
 def layers():

@@ -338,6 +338,15 @@ def test_unlike_replicas_share_the_state_unlike(name: str, worlds: Worlds) -> No
     assert 2 < more / less < 4
 
 
+def test_replicas_have_the_gradients_of_what_they_update(worlds: Worlds) -> None:
+    """Between a step's sum and the next step; a gradient elsewhere takes a number or two."""
+    whole = [answer["d2"]["gradients"] for answer in worlds["t2"]]
+    shared = [answer["d2-gradients-shards"]["gradients"] for answer in worlds["t2"]]
+    assert whole[0] == whole[1]
+    assert sum(shared) < 1.1 * whole[0]
+    assert max(shared) < 0.7 * whole[0]
+
+
 @pytest.mark.parametrize(
     ("world", "name", "replicas"),
     [

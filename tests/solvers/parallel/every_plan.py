@@ -137,6 +137,7 @@ def built(problem, size, rounds, cuts, chosen) -> Plan:  # type: ignore[no-untyp
         num_model_chunks=1,
         stages=tuple(stages),
         shard_optimizer=problem.shard_optimizer or None,
+        shard_gradients=problem.shard_gradients or None,
         predicted=NOTHING,
         proof=UNPROVED,
     )
@@ -247,6 +248,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         )
         for number, name in enumerate(("A", "B")[: draw(st.integers(1, 2))])
     )
+    is_shared = draw(st.sampled_from([False, False, True]))
     cost_rule: CostRule = draw(st.sampled_from(["hetflow", "sailor"]))
     return ParallelProblem(
         model="m",
@@ -270,7 +272,8 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         cost_rule=cost_rule,
         boundary_rule=draw(st.sampled_from(["scattered", "whole", "blocking"])),
         optimizer=ADAM,
-        shard_optimizer=draw(st.sampled_from([False, False, True])),
+        shard_optimizer=is_shared,
+        shard_gradients=is_shared and draw(st.booleans()),
         most_stages=draw(st.sampled_from([None, None, 2])),
         between=tuple(
             TypesLink(

@@ -89,6 +89,13 @@ def test_replicas_that_share_the_state_need_less_memory() -> None:
     assert plan.stages[0].reduce_seconds == pytest.approx(2 * half)
     assert plan.stages[0].update_seconds == pytest.approx(0.4 / 2 + half)
     assert "the problem asks for the opposite" in check(plan, problem)[0]
+    both = replace(sharded, shard_gradients=True)
+    plan = solve(both)
+    assert check(plan, both).bound == "replayed"
+    assert plan.stages[0].memory_bytes == room  # all gradients are there at the last microbatch
+    assert plan.stages[0].reduce_seconds == pytest.approx(half)
+    assert plan.stages[0].update_seconds == pytest.approx(0.4 / 2 + half)
+    assert "does not shard gradients" in check(replace(plan, shard_gradients=None), both)[0]
     less = replace(sharded, pools=(replace(sharded.pools[0], memory_bytes=room - 1),))
     with pytest.raises(InfeasibleError):
         solve(less)
@@ -103,7 +110,7 @@ def of_unlike_memory(draw: st.DrawFn) -> ParallelProblem:
         replace(pool, num_devices=draw(st.integers(1, 3)), memory_bytes=room)
         for pool, room in zip(problem.pools, memory, strict=True)
     )
-    return replace(problem, pools=pools, shard_optimizer=True)
+    return replace(problem, pools=pools, shard_optimizer=True, shard_gradients=draw(st.booleans()))
 
 
 @settings(max_examples=examples(40))
