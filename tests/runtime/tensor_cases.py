@@ -215,12 +215,15 @@ def train(case):
         logits = logits_of(model, ids)
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="scaled" in options)
     for _ in range(EPOCHS):
         for batch in job.batches(loader):
-            losses.append(float(job.backward(loss_of, batch)))
+            losses.append(float(job.backward(loss_of, batch, scaler=scaler)))
+            scaler.unscale_(optimizer)
             if "clip" in options:
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)))
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             stored = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads}
             optimizer.zero_grad()

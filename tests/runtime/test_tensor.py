@@ -107,6 +107,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d2-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "d2-unlike-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "d2-gradients-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
+        "scaled-gradients": ("zoo:sgd:clip-scaled", [(WHOLE, (1, 1))]),
         "zoo-cores": ("zoo:sgd:clip", [(WHOLE, (2,))]),
     }),
     "t2-more": (2, {
@@ -436,8 +437,10 @@ def test_a_checkpoint_loads_sharded_or_not(
     """From sharded replicas to whole ones and to a tensor-parallel group, and back."""
     expected = one_process("zoo:adam:clip")
     steps = {
-        "save-shards-1": (1, 1), "load-1": (1, 1), "save-shards-2": (1, 1), "load-2": (2,),
-        "save-3": (1, 1), "load-shards-3": (1, 1), "save-4": (2,), "load-shards-4": (1, 1),
+        "save-shards-1": (1, 1), "load-1": (1, 1),
+        "save-unlike-gradients-shards-2": (1, 1), "load-2": (2,),
+        "save-3": (1, 1), "load-unlike-gradients-shards-3": (1, 1),
+        "save-4": (2,), "load-shards-4": (1, 1),
     }  # fmt: skip
     plans = {}
     for name, degrees in steps.items():
