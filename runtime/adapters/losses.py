@@ -37,7 +37,7 @@ from .. import peers
 from ..group import Place, gathered
 from ..promise.promise import chain, last_divisors_of, signature_of, targets_of
 from ..promise.recording import LossVerdict, Recording, Replays, Slice
-from ..run_ahead import LateValues
+from ..totals import LateValues
 
 # What a loss is divided by, as a share counts it: before a script keeps it from being nothing.
 #

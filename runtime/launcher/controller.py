@@ -20,13 +20,11 @@ from ..protocol.environment import Channel, pins
 from ..protocol.record import Status, WorkerReport, assemble
 from .devices import check_memory, imagined_seats, remarks, seat_workers
 from .failures import Failure, interruption, tail_of
-from .fence import Fence
 from .generations import Generations
 from .hosts import Hosts, OneHost, SeveralHosts, expected_slots
-from .inbox import Inbox
-from .output import OutputLines
 from .repartition import Repartitions
 from .request import (
+    Fence,
     LaunchRequest,
     check_checkpoints,
     check_folder,
@@ -36,8 +34,8 @@ from .request import (
 )
 from .spawn import MeetingPoint, WorkerCommand, commands_of
 from .store import LastGeneration
-from .supervisor import Launched, Regroup, Supervisor
-from .workers import Signals, Starter, Workers
+from .supervisor import Inbox, Launched, Regroup, Supervisor
+from .workers import OutputLines, Signals, Starter, Workers
 
 # Which way a launch is looked after: chosen once, from what was asked.
 

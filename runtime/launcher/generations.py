@@ -31,10 +31,9 @@ from ..protocol.messages import (
     Resize,
 )
 from .failures import Failure
-from .heartbeat import parted
 from .hosts import Hosts
 from .mapping import devices_of, renumbered, seated, without
-from .supervisor import Change, Launched, Supervisor
+from .supervisor import Change, Launched, Supervisor, parted
 
 # How long a worker that lost its connections waits for a death to be seen.
 CAUSE_SECONDS = 1.0

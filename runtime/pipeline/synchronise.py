@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...devices.backend import backend_of
+from ...devices.backend import Mark, backend_of
 from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
@@ -26,8 +26,7 @@ from ...schema.operations import Operation
 from .. import peers
 from ..gradients import have_no_gradients
 from ..group import Place, subgroup
-from ..run_ahead import HostLead, LateValues
-from ..totals import check_has_graph, is_one_number, loss_and_weight, weight_number
+from ..totals import LateValues, check_has_graph, is_one_number, loss_and_weight, weight_number
 from .norms import (
     NORMS,
     NUM_ROWS,
@@ -58,6 +57,23 @@ _ADDS, _ASKED = _NUM_TOLD, _NUM_TOLD + 1
 _HEAD = _ASKED + len(NORMS)
 _Taken = tuple[Tensor | float, float, bool]
 """The loss [] of a microbatch, its weight, and whether the script gave the weight."""
+
+
+class HostLead:
+    """Keeps the host at most one step ahead: what it has asked of the device takes memory there.
+
+    ``LateValues`` does so too, for an engine that reads numbers late.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._backend = device, backend_of(device)
+        self._last: Mark | None = None
+
+    def end_step(self) -> None:
+        """End a step; wait for the step before, which has usually ended long ago."""
+        before, self._last = self._last, self._backend.mark(self._device)
+        if before is not None and not self._backend.has_passed(before):
+            self._backend.wait_for(before)
 
 
 class Synchroniser:

@@ -31,8 +31,8 @@ from ...schema.layer_trace import LayerTrace
 from ..checkpoints.checkpoint import shape_text
 from ..setup import check_model
 from ..tensor.sharded import is_shared_call
-from .answers import Rebuild, taken_apart
 from .cut import Layer, LayeredModel, is_leaf, numbered, of_inputs, writes
+from .evaluation import Rebuild, taken_apart
 
 _HINT = "call the model as the profiled workload does, or profile it as the script calls it"
 

@@ -17,10 +17,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from .messages import ForkRequest, Message, peer_is_ours, receive, send
+from .messages import (
+    ForkRequest,
+    Message,
+    current_umask,
+    identity,
+    import_settings,
+    peer_is_ours,
+    receive,
+    resources,
+    send,
+)
 from .process import can_run, dying_with
 from .server import MODULE, start_preloaded
-from .settings import current_umask, identity, import_settings, resources
 
 VARIABLE = "HETFLOW_PRELOAD"
 """The socket of a preloaded process to use; ``off`` for fresh processes; else each launch has

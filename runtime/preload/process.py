@@ -19,8 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import IO, Any
 
-from .messages import ForkRequest
-from .settings import resources
+from .messages import ForkRequest, resources
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15

@@ -3,7 +3,7 @@
 ``control/`` holds a lock that the launch's controller keeps while it runs, the mapping as it is
 (``current.json``), requests and answers. Every user who may write to the run's folder may ask.
 Nothing is unpickled, and it works from another host that sees the folder. The controller's side is
-runtime/launcher/inbox.py.
+runtime/launcher/supervisor.py.
 """
 
 import contextlib

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hetflow.runtime.launcher.inbox import Inbox
 from hetflow.runtime.launcher.repartition import check_same_job
+from hetflow.runtime.launcher.supervisor import Inbox
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError

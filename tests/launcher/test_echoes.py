@@ -10,9 +10,8 @@ import pytest
 from hetflow.runtime.launcher import supervisor
 from hetflow.runtime.launcher.failures import Failure, failure_of, first_cause
 from hetflow.runtime.launcher.generations import Generations
-from hetflow.runtime.launcher.inbox import Inbox
 from hetflow.runtime.launcher.request import LaunchRequest
-from hetflow.runtime.launcher.supervisor import Launched
+from hetflow.runtime.launcher.supervisor import Inbox, Launched
 from hetflow.runtime.launcher.workers import WorkerLine
 from hetflow.runtime.protocol.messages import FromWorker, Joined
 from hetflow.schema.launch import LaunchConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.runtime.launcher.fence import Fence
+from hetflow.runtime.launcher.request import Fence
 from hetflow.schema import files
 from hetflow.schema.errors import LaunchError
 from hetflow.schema.run import RunRecord

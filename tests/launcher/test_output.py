@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.common import library_speaks
-from hetflow.runtime.launcher import output
-from hetflow.runtime.launcher.output import OutputLines, follow, tee
+from hetflow.runtime.launcher import workers
+from hetflow.runtime.launcher.workers import OutputLines, follow, tee
 
 
 class Console(TextIOWrapper):
@@ -29,7 +29,7 @@ class Console(TextIOWrapper):
 def test_two_streams_in_pieces_do_not_mix_within_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "PARTIAL_SECONDS", 60.0)  # however busy the machine is
+    monkeypatch.setattr(workers, "PARTIAL_SECONDS", 60.0)  # however busy the machine is
     console, pipes, threads = Console(), [os.pipe(), os.pipe()], []
     for number, (read, _) in enumerate(pipes):
         arguments = (read, tmp_path / f"log{number}", console)
@@ -68,10 +68,10 @@ def test_a_log_is_followed_to_its_end_by_lines(tmp_path: Path) -> None:
     arguments = (log, console, is_over.is_set, lambda: True)
     thread = threading.Thread(target=follow, args=arguments)
     thread.start()
-    time.sleep(2 * output.FOLLOW_SECONDS)
+    time.sleep(2 * workers.FOLLOW_SECONDS)
     with log.open("a") as stream:
         stream.write("a line\nand its")
-    time.sleep(2 * output.FOLLOW_SECONDS)
+    time.sleep(2 * workers.FOLLOW_SECONDS)
     with log.open("a") as stream:
         stream.write(" end")
     is_over.set()

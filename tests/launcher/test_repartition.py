@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from hetflow.runtime.launcher.failures import Failure
-from hetflow.runtime.launcher.inbox import Inbox
 from hetflow.runtime.launcher.repartition import Repartitions, check_same_job
 from hetflow.runtime.launcher.request import LaunchRequest
-from hetflow.runtime.launcher.supervisor import Launched
+from hetflow.runtime.launcher.supervisor import Inbox, Launched
 from hetflow.runtime.protocol.control import ask
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.runtime.launcher.inbox import Inbox
 from hetflow.runtime.launcher.mapping import nodes_of, renumbered, seated, spread, without
 from hetflow.runtime.launcher.request import check_idle
+from hetflow.runtime.launcher.supervisor import Inbox
 from hetflow.runtime.protocol import control
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.runtime.launcher import workers as held
-from hetflow.runtime.launcher.fence import Fence
+from hetflow.runtime.launcher.request import Fence
 from hetflow.runtime.launcher.spawn import WorkerCommand
 from hetflow.runtime.launcher.workers import Signals, Workers
 from hetflow.runtime.preload.client import Preload

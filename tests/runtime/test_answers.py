@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetflow.runtime.pipeline.answers import made_again, portable
-from hetflow.runtime.pipeline.evaluation import message_of
+from hetflow.runtime.pipeline.evaluation import made_again, message_of, portable
 from hetflow.schema.errors import TargetError
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024

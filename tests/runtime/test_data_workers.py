@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from hetflow.runtime import data_workers
+from hetflow.runtime import data
 from hetflow.runtime.data import PassSampler, pass_loader
 
 HANGS: list[Path] = []
@@ -30,7 +30,7 @@ os.register_at_fork(after_in_child=hang_once)
 
 @pytest.fixture(autouse=True)
 def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(data_workers, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(data, "PATIENCE_SECONDS", 0.3)
     marker = tmp_path / "hang"
     HANGS[:] = [marker]
     yield marker
@@ -54,8 +54,8 @@ def test_a_data_worker_that_hangs_in_the_fork_is_replaced(hangs: Path) -> None:
 
 
 def test_none_that_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_workers, "PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(data_workers, "ATTEMPTS", 2)
+    monkeypatch.setattr(data, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(data, "ATTEMPTS", 2)
     monkeypatch.setattr(os, "fork", lambda fork=os.fork: fork() or time.sleep(3600))
     with pytest.raises(OSError, match="no data worker started"):
         batches()
@@ -66,4 +66,4 @@ def test_none_that_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     [(0, None), (1, "spawn"), (1, multiprocessing.get_context("forkserver"))],
 )
 def test_other_ways_to_start_them_stay(num_workers: int, wanted: object) -> None:
-    assert data_workers.context_of(num_workers, wanted) is wanted
+    assert data.context_of(num_workers, wanted) is wanted

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hetflow.runtime import run_ahead
+from hetflow.runtime.pipeline import synchronise
 
 
 class SlowDevice:
@@ -27,8 +27,8 @@ class SlowDevice:
 
 def test_a_host_is_at_most_one_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SlowDevice()
-    monkeypatch.setattr(run_ahead, "backend_of", lambda _: device)
-    lead = run_ahead.HostLead(torch.device("cpu"))
+    monkeypatch.setattr(synchronise, "backend_of", lambda _: device)
+    lead = synchronise.HostLead(torch.device("cpu"))
     for step in range(1, 5):
         lead.end_step()
         assert device.passed == step - 1

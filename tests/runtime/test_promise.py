@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime import run_ahead
+from hetflow.runtime import totals
 from hetflow.runtime.promise import promise
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
@@ -252,7 +252,7 @@ import sys
 import torch
 from torch.utils.data import DataLoader
 from hetflow import runtime as hf
-from hetflow.runtime import run_ahead
+from hetflow.runtime import totals
 from hetflow.runtime.promise import promise
 from hetflow.tests.runtime import test_promise, losses
 model = test_promise.model_of()
@@ -440,9 +440,9 @@ class Device:
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promise, "backend_of", lambda _: Device())
-    monkeypatch.setattr(run_ahead, "backend_of", lambda _: Device())
+    monkeypatch.setattr(totals, "backend_of", lambda _: Device())
     unpinned = partial(torch.empty, pin_memory=False)
-    monkeypatch.setattr(run_ahead.torch, "empty", lambda *sizes, **_: unpinned(*sizes).double())
+    monkeypatch.setattr(totals.torch, "empty", lambda *sizes, **_: unpinned(*sizes).double())
 
 
 @pytest.mark.usefixtures("on_a_device")

@@ -9,7 +9,7 @@ from typing import Literal
 from hetflow.clusters.engines.protocol import EngineDevice, Work
 from hetflow.clusters.scheduler.leases import PLAN, RUN, folder_of, open_leases
 from hetflow.clusters.scheduler.store import ClusterStore
-from hetflow.runtime.launcher.inbox import Inbox
+from hetflow.runtime.launcher.supervisor import Inbox
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.files import read_plan
 from hetflow.schema.launch import LaunchConfig, ResizeAnswer, ResizeRequest
