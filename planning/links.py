@@ -77,8 +77,9 @@ def links_of(
     """The links between a pool's devices: the pool's, else the user's, else the profiles'.
 
     Inside a server of one type it is that type's measured link. Between types it is the measured
-    link of the pair; a pair that was not measured counts as the slowest link of one type, and so
-    does the network between servers. Where no profile measured any, the user is asked.
+    link of the pair; a pair that was not measured counts as the slower link of its two types, and
+    the network between servers as the slowest of all. Where no profile measured any, the user is
+    asked.
 
     Args:
         profiles: One for each type of the pool.
@@ -177,7 +178,8 @@ class LinkSource:
 
     def _between(self, one: Profile, other: Profile) -> float:
         """The link between devices of two types in one server."""
-        where, found, own = "between device types", self._slowest(), measured_between(one, other)
+        where, own = "between device types", measured_between(one, other)
+        found = _slowest((one, other)) or _slowest(self._profiles)
         pair = f"between {one.device_type} and {other.device_type}"
         if self._said is not None:
             return self._given(where)
@@ -200,13 +202,13 @@ class LinkSource:
         if len(real) == 1 and not known:
             self.measured.append(f"links {where}: {_megabytes(rate)}, as measured")
         else:
-            told = pair if known else where
+            told = pair if len(self._profiles) > 2 else where
             self.assumed.append(f"links {told}: {_megabytes(rate)}, that between two {of_type}")
         return rate
 
     def _between_servers(self) -> float:
         """The network."""
-        where, found = "between servers", self._slowest()
+        where, found = "between servers", _slowest(self._profiles)
         if self._said is not None or found is None:
             return self._given(where)
         rate, of_type = found
@@ -214,15 +216,6 @@ class LinkSource:
             f"links {where}: {_megabytes(rate)}, that between two {of_type} of one host"
         )
         return rate
-
-    def _slowest(self) -> tuple[float, str] | None:
-        """The least rate of all types whose link was measured, and the type."""
-        found = [
-            (profile.links.bytes_per_second, profile.device_type)
-            for profile in self._profiles
-            if profile.links is not None
-        ]
-        return min(found, default=None)
 
     def _given(self, where: str) -> float:
         if self._said is None:
@@ -233,6 +226,16 @@ class LinkSource:
             )
         self.assumed.append(f"links {where}: {_megabytes(self._said)}, by link_bytes_per_second")
         return self._said
+
+
+def _slowest(profiles: Sequence[Profile]) -> tuple[float, str] | None:
+    """The least rate of the types whose link was measured, and the type."""
+    found = [
+        (profile.links.bytes_per_second, profile.device_type)
+        for profile in profiles
+        if profile.links is not None
+    ]
+    return min(found, default=None)
 
 
 def measured_between(one: Profile, other: Profile) -> Links | None:

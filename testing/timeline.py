@@ -7,8 +7,8 @@ one node that all its ranks wait for and start together. So a circle in the grap
 
 An operator takes what an estimate says (planning/costs/roofline.py), a collective what planning
 says (planning/costs/comm.py). Hosts take no time. Operators of one device run one after another, on
-whatever streams they are. So do transfers over one direction of a device's link; two collectives
-that share a link take as long as one after the other.
+whatever streams they are. Collectives that share one direction of a device's link share its rate:
+both together take as long as one after the other, and a short one does not wait for a long one.
 """
 
 import heapq
@@ -460,20 +460,66 @@ def _run(nodes: Sequence[_Node]) -> None:
             after[other].append(node)
     left = {node: len(found) + node.missing for node, found in waits.items()}
     free: defaultdict[Any, float] = defaultdict(float)
+    transfers = _Transfers()
     heap = [(0.0, node.order, node) for node in nodes if not left[node]]
     heapq.heapify(heap)
-    while heap:
-        ready, _, node = heapq.heappop(heap)
-        node.start = max([ready, *(free[resource] for resource in node.resources)])
-        node.end, node.is_done = node.start + node.seconds, True
-        for resource in node.resources:
-            free[resource] = node.end
+
+    def end(node: _Node, seconds: float) -> None:
+        node.end, node.is_done = seconds, True
         for other in after[node]:
             left[other] -= 1
             if not left[other]:
-                start = max(before.end for before in waits[other])
-                heapq.heappush(heap, (start, other.order, other))
+                ready = max(before.end for before in waits[other])
+                heapq.heappush(heap, (ready, other.order, other))
+
+    while heap or transfers.left:
+        due = transfers.next_end()
+        if due is not None and (not heap or due[0] <= heap[0][0]):
+            transfers.pass_until(due[0])
+            del transfers.left[due[1]]
+            end(due[1], due[0])
+            continue
+        ready, _, node = heapq.heappop(heap)
+        if node.kind == "nccl":
+            node.start = ready
+            transfers.pass_until(ready)
+            transfers.left[node] = node.seconds
+            continue
+        node.start = max([ready, *(free[resource] for resource in node.resources)])
+        for resource in node.resources:
+            free[resource] = node.start + node.seconds
+        end(node, node.start + node.seconds)
     _check_no_circle(nodes, after)
+
+
+class _Transfers:
+    """Collectives under way. Those that share a direction of a device's link share its rate.
+
+    Attributes:
+        left: Of each the seconds that it would still take alone.
+    """
+
+    def __init__(self) -> None:
+        self.left: dict[_Node, float] = {}
+        self._now = 0.0
+
+    def next_end(self) -> tuple[float, _Node] | None:
+        """When the next one ends if no other begins before."""
+        ends = ((self._now + left * self._crowd(node), node) for node, left in self.left.items())
+        return min(ends, key=lambda each: (each[0], each[1].order), default=None)
+
+    def pass_until(self, seconds: float) -> None:
+        """Carry all of them on to a time that is not behind ``next_end``."""
+        passed = {node: (seconds - self._now) / self._crowd(node) for node in self.left}
+        for node, done in passed.items():
+            self.left[node] -= done
+        self._now = seconds
+
+    def _crowd(self, node: _Node) -> int:
+        """How many use the most used of the links that one crosses."""
+        return max(
+            sum(resource in other.resources for other in self.left) for resource in node.resources
+        )
 
 
 def _check_no_circle(nodes: Sequence[_Node], after: "defaultdict[_Node, list[_Node]]") -> None:

@@ -163,7 +163,9 @@ class JudgedLinks:
             return self._said
         if measured is not None:
             return measured.bytes_per_second
-        own = [links.bytes_per_second for links in self._own.values() if links is not None]
+        ends = [self._own[name] for name in kind.types if kind.level == "server"]
+        known = [links for links in ends if links] or [each for each in self._own.values() if each]
+        own = [links.bytes_per_second for links in known]
         pairs = [self._between(*types) for types in combinations(self._own, 2)]
         between = [links.bytes_per_second for links in pairs if links is not None]
         return min(own or between, default=inf)

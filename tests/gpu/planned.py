@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow.profilers.zoo.tokens import GPT
 
-# A microbatch of 256 tokens or more: beside its products, what a step does to the weights is small.
-VOCABULARY, TOKENS, DEPTH, WIDTH, NUM_STEPS = 64, 64, 4, 64, 2
+VOCABULARY, TOKENS, DEPTH, WIDTH, NUM_STEPS = 64, 16, 4, 64, 2
 
 
 def model_of() -> nn.Module:

@@ -12,7 +12,7 @@ from hetflow.tests.plan_parts import parallel_plan_of, replica_group
 from hetflow.tests.testing.hosts import real_types
 
 from . import planned
-from .drawn_plans import TYPES, Trial, drawn, trials
+from .drawn_plans import Trial, drawn, trials
 
 NUMBER, SEED = 30, 1
 
@@ -20,7 +20,7 @@ NUMBER, SEED = 30, 1
 def tolerance(plan: Plan) -> float:
     """How far apart a plan's two steps may be, as docs/gpus.md says and why."""
     degrees = [{one.tensor_parallel_size for one in stage.replicas} for stage in plan.stages]
-    return 0.12 if any(len(own) > 1 for own in degrees) else 0.05
+    return 0.12 if any(len(own) > 1 for own in degrees) else 0.04
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def of_two_tensor_parallel_stages() -> Plan:
                     ),
                 ),
             )
-            for kind, layers in zip(TYPES, (names[:first], names[first:]), strict=True)
+            for kind, layers in (("V100", names[:first]), ("A100", names[first:]))
         ),
         predicted=Prediction(step_seconds=1.0, samples_per_second=48.0),
         proof=Proof(
@@ -67,11 +67,7 @@ TWO_STAGES = of_two_tensor_parallel_stages()
 
 def in_two_processes(plan: Plan) -> bool:
     """A pipeline of one device a stage whose step is planned well."""
-    return (
-        plan.kind == "pipeline"
-        and plan.num_devices == len(plan.stages) == 2
-        and tolerance(plan) == 0.05
-    )
+    return plan.kind == "pipeline" and plan.num_devices == len(plan.stages) == 2
 
 
 @pytest.fixture(scope="module")

@@ -204,6 +204,9 @@ def test_what_was_measured_elsewhere_is_an_assumption() -> None:
         links_of(both, Cluster.parse("1xV100,2xP100"), None)
 
 
+SLOWER_AND_SLOWER = (("V100", 3e9), ("P100", 2e9), ("T4", 1e8))
+
+
 def across(name: str, bytes_per_second: float) -> TypeLink:
     return TypeLink(device_type=name, links=links(bytes_per_second))
 
@@ -221,6 +224,9 @@ def test_the_measured_link_between_two_types_counts_and_the_slowest_pair_of_seve
         "links between V100 and T4: 200 MB/s, that between two T4",
         "links between P100 and T4: 200 MB/s, that between two T4",
     )
+    unmeasured = [profile(name, links=links(rate)) for name, rate in SLOWER_AND_SLOWER]
+    found = links_of(unmeasured, Cluster.parse("1xV100,2xP100,1xT4"), None)
+    assert found.between == {("V100", "P100"): 2e9, ("V100", "T4"): 1e8, ("P100", "T4"): 1e8}
     # Stated bandwidths come first. A slow link inside servers counts beside a faster network.
     assert links_of([one, other], Cluster.parse("1xV100,2xP100"), 5e8).between_types == 5e8
     apart = links_of([one, other], Cluster.parse("2x(1xV100,2xP100)"), None)
