@@ -2,8 +2,7 @@
 
 import functools
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,19 @@ from torch.utils.data import IterableDataset
 from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 from ...schema.options import option
+from ..log import log
 from ..nested_tensors import mapped, tensors_in
 from .losses import Known
-from .patching import around, check_version
-from .training import Share, ShareSampler, note_split, training, with_scalars
+from .patching import ScriptReads, around, be_one_process, check_version
+from .training import (
+    Share,
+    ShareSampler,
+    checksum,
+    note_split,
+    training,
+    warn_of_workers,
+    with_scalars,
+)
 
 # Data without an index: each worker reads all samples, and keeps its share of each batch.
 
@@ -28,8 +36,9 @@ Read = tuple[int, int, Any]
 
 
 def _note_split(original: Any, dataset: Any, rank: int, world_size: int, **options: Any) -> Any:
-    if world_size > 1:
-        note_split()
+    if world_size == 1:  # as a script is told that is no more than one process
+        return dataset
+    note_split()
     return original(dataset, rank, world_size, **options)
 
 
@@ -55,31 +64,10 @@ class Shared:
             piece = self.share.of(num_samples, None)
             own = slice(piece.start, piece.start + piece.own_samples)
             own = own if piece.own_samples else slice(1)  # which counts nothing
-            return num_samples, _checksum(samples), mapped(lambda rows: rows[own], batch)
+            return num_samples, checksum(samples), mapped(lambda rows: rows[own], batch)
         piece = self.share.of(len(samples), self.batch_size)
         ends = (samples[0], samples[-1])
-        return len(samples), _checksum(ends), self.collate(piece.of(samples))
-
-
-def _checksum(value: Any, before: int = 0) -> int:
-    """A checksum of what samples hold, equal in all processes that read the same.
-
-    Pickles of tensors are not. Objects of other types only count by their type.
-    """
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    if isinstance(value, Mapping):
-        value = list(value.items())
-    if isinstance(value, tuple | list):
-        for entry in value:
-            before = _checksum(entry, before)
-        return before
-    if hasattr(value, "tobytes"):  # arrays, images
-        content = value.tobytes()
-    else:
-        is_plain = isinstance(value, str | bytes | int | float | None)
-        content = repr(value if is_plain else type(value)).encode()
-    return zlib.crc32(content, before)
+        return len(samples), checksum(ends), self.collate(piece.of(samples))
 
 
 def _num_rows(batch: Any) -> int:
@@ -100,9 +88,12 @@ def adapt(module: Any) -> None:
     from accelerate import Accelerator, PartialState
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.state import AcceleratorState
     from accelerate.utils import operations
 
     around(PartialState, "__init__", _join)
+    for kind in (Accelerator, AcceleratorState, PartialState):
+        be_one_process(kind, "num_processes")
     loaders.BatchSamplerShard = lambda batches, *_, **__: ShareSampler(training(), batches)
     for module in (accelerators, loaders):
         around(module, "prepare_data_loader", _prepare_loader)
@@ -136,6 +127,7 @@ def _join(original: Any, self: Any, cpu: bool = False, **options: Any) -> None:
         original(self, cpu, **options)
         return
     check_version("accelerate", VERSIONS)
+    warn_of_workers()
     is_host = backend_of(training().place.device).is_host
     if is_host:
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -192,6 +184,9 @@ def _prepare_loader(original: Any, loader: Any, *values: Any, **options: Any) ->
         assert sampler is not None
         sampler.generator = None
         made.synchronized_generator, made.rng_types = None, ["torch"]
+    cuts, _ = _cuts_of(made)
+    if cuts is not None:
+        cuts.dataset = loader.dataset
     return _cut(made) if training().world_size == 1 else made
 
 
@@ -230,10 +225,10 @@ def _deliver(original: Any, self: Any) -> Iterator[Any]:
 def _read(batches: Iterator[Read], batch_size: int | None) -> Iterator[Any]:
     """Take batches that each worker has read by itself."""
     current = training()
-    for number, (num_samples, checksum, batch) in enumerate(current.asking(batches)):
+    for number, (num_samples, told, batch) in enumerate(current.asking(batches)):
         if number == 0:
             current.check_equal(
-                checksum,
+                told,
                 "each worker reads other samples from the script's IterableDataset",
                 hint="give its order one seed on all workers, or let one worker read for all: "
                 "dispatch_batches=True",
@@ -365,4 +360,15 @@ def _reduce(
     if reduction == "mean":
         return recursively_apply(training().mean_of, tensor, error_on_other_type=True)
     training().check_no_idle()
+    if (
+        ScriptReads.number
+        and not training().place.rank
+        and isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+    ):
+        log.warning(
+            "the script sums over workers, and has read num_processes, which is 1 under a plan: "
+            'where it divides by that, use accelerator.reduce(..., "mean")'
+        )
+        ScriptReads.number = False
     return original(self, tensor, reduction, *values, **options)

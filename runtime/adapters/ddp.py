@@ -361,6 +361,8 @@ def _backward(
 def _grad(original: Any, outputs: Any, inputs: Any, *values: Any, **options: Any) -> Any:
     """Refuse gradients of parameters that no backward pass weighs by the share."""
     current = begun()
+    if current is not None:
+        current.took_gradients = True  # torch.func calls this too, on tensors of its own
     if current is not None and current.trains_by_itself(tree_flatten(inputs)[0]):
         raise TargetError(
             "torch.autograd.grad is asked for gradients of the model's parameters, which would be "
@@ -480,7 +482,10 @@ def _cut_batches(original: Any, self: Any, *values: Any, **options: Any) -> None
     current.loader_batch_size = self.batch_size
     global_batch = self.batch_size * current.world_size
     cut_loader(
-        self, ShareSampler(current, BatchSampler(self.sampler, global_batch, self.drop_last))
+        self,
+        ShareSampler(
+            current, BatchSampler(self.sampler, global_batch, self.drop_last), dataset=self.dataset
+        ),
     )
 
 

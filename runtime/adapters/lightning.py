@@ -27,8 +27,8 @@ from ..nested_tensors import mapped
 from ..promise.promise import ignores_targets
 from .ddp import cut_loader
 from .numbers import LOSS, Call, CountedPart, Numbers, ScriptStep, TriedStep, joined, slope_of
-from .patching import around, check_version
-from .training import ShareSampler, Training, training, with_scalars
+from .patching import around, be_one_process, check_version
+from .training import ShareSampler, Training, training, warn_of_workers, with_scalars
 
 VERSIONS = ((2, 4), (2, 6))  # the oldest and the newest that were tested
 # A module with Trainer or Fabric -> the package that pip knows it by.
@@ -62,12 +62,14 @@ def adapt(module: Any) -> None:
 
         def make(original: Any, self: Any, *values: Any, **options: Any) -> None:
             check_version(_FABRICS[name], VERSIONS)
+            warn_of_workers()
             asked = _asked(strategies, "Fabric", options)
             original(self, *values, **{**options, **_in_place_of(parents, asked, options)})
             if os.environ.get("LT_CLI_USED") != "1":  # else it was launched by its command
                 self.launch()  # what a script for one device may leave out
 
         around(module.Fabric, "__init__", make)
+        be_one_process(module.Fabric, "world_size")
 
 
 def _adapt_trainer(module: Any, library: str) -> None:
@@ -76,6 +78,7 @@ def _adapt_trainer(module: Any, library: str) -> None:
 
     def make(original: Any, self: Any, *values: Any, **options: Any) -> None:
         check_version(library, VERSIONS)
+        warn_of_workers()
         asked = _asked(strategies, "Trainer", options)
         # The script's samplers stay: every worker draws the order of one process.
         options["use_distributed_sampler"] = False
@@ -85,6 +88,7 @@ def _adapt_trainer(module: Any, library: str) -> None:
         original(self, *values, **{**options, **_in_place_of(parents, asked, options)})
 
     around(module.Trainer, "__init__", make)
+    be_one_process(module.Trainer, "world_size")
     around(module.LightningModule, "log", _log)
     connectors = f"{root}.trainer.connectors.logger_connector.logger_connector"
     around(import_module(connectors)._LoggerConnector, "log_metrics", _to_loggers)
@@ -273,7 +277,10 @@ def _cut(loader: Any, *, needs_all: bool) -> Any:
                 hint="give the DataLoader drop_last=True, or another batch_size",
             )
     made = copy.copy(loader)
-    cut_loader(made, ShareSampler(current, batches, draws_alike=True, gives_all=True))
+    cut_loader(
+        made,
+        ShareSampler(current, batches, dataset=loader.dataset, draws_alike=True, gives_all=True),
+    )
     return made
 
 

@@ -667,7 +667,7 @@ class _Trial:
         plan adds sums up.
         """
         size, workers = self._training.loader_batch_size, self._training.world_size
-        if workers in self._recorded.whole_factors:
+        if size and workers in self._recorded.whole_factors:
             raise TargetError(
                 f"the loss is a sum that is multiplied by {workers}, which is the number of "
                 "workers: a plan adds sums up, as one process does",

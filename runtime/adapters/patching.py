@@ -1,7 +1,9 @@
 """Change a method of a library's class in this process, in versions that were tested."""
 
 import functools
+import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from ...schema.errors import TargetError
@@ -16,6 +18,38 @@ def around(kind: Any, name: str, other: Any) -> None:
         return other(original, *values, **options)
 
     setattr(kind, name, method)
+
+
+class ScriptReads:
+    """Whether the script itself has asked how many processes there are."""
+
+    number = False
+
+
+def be_one_process(kind: Any, name: str) -> None:
+    """Let a script read 1 as the number of processes, where a loader's batch is one process's.
+
+    It scales rates, accumulation, warmup and decay by this number. What is installed beside the
+    library, and the library itself, still read the workers: they gather and reduce.
+    """
+    own = vars(kind).get(name)
+    module = sys.modules[kind.__module__.partition(".")[0]]
+    installed = str(Path(str(module.__file__)).parents[1])
+
+    def read(self: Any) -> Any:
+        if not sys._getframe(1).f_code.co_filename.startswith(installed):
+            ScriptReads.number = True
+            return 1
+        if own is not None:
+            return own.fget(self)
+        if name not in vars(self):
+            raise AttributeError(name)
+        return vars(self)[name]
+
+    def write(self: Any, number: Any) -> None:
+        vars(self)[name] = number
+
+    setattr(kind, name, property(read, write))
 
 
 def check_version(library: str, versions: tuple[tuple[int, int], tuple[int, int]]) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 from weakref import WeakSet
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ from ..emulation import PassHolder
 from ..finish import StopRequests, at_exit, leave, meet_all, part, report
 from ..gradients import Hooks, ScriptHooks
 from ..group import Place, gathered, join, make_group_of_one
+from ..log import log, speak
 from ..measurements import StepClock
 from ..optimizers import skip_overflow
 from ..promise.promise import chain
@@ -124,6 +126,7 @@ class BatchPart:
         batch_size: Samples of the script's full batches; None where its sampler does not say.
         cuts: [virtual nodes of the plan] (start, end) of each one's samples.
         digest: Of the samples' indices: equal on workers that draw the same batch.
+        dataset: What they are indices of, with the first batch of an epoch.
     """
 
     num_samples: int
@@ -132,6 +135,7 @@ class BatchPart:
     batch_size: int | None
     cuts: tuple[tuple[int, int], ...]
     digest: int = 0
+    dataset: Any = None
 
     def of(self, indices: Sequence[Any]) -> list[Any]:
         """This worker's entries of a global batch's; if it has none, one that counts nothing.
@@ -198,6 +202,7 @@ class Training:
         losses: What shares of the script's losses count.
         sharing: The models whose states the workers share; None where each holds all.
         has_skipped: Whether the last update was left out for an overflow on another worker.
+        took_gradients: Whether the script has asked for gradients without a backward pass.
         known_losses: Nodes of the losses that a library's step may go back from, by a factor; None
             where it may from any.
         loader_batch_size: The batch size of a loader for one worker of several; 0 where loaders
@@ -205,6 +210,7 @@ class Training:
     """
 
     def __init__(self, start: Start) -> None:
+        speak()
         self.watcher = _Process.watcher
         _check_start(start)
         self.place: Place = join(start)
@@ -251,6 +257,7 @@ class Training:
             shares = [slot.state_share_bytes or 0 for slot in config.workers]
             self.sharing = SharedModels(self, config.shard, shares)
         self.loader_batch_size = 0
+        self.took_gradients = False
         self.known_losses: set[Any] | None = None
         self._ahead: deque[BatchPart] | None = None
         self._mark: Mark | None = None
@@ -258,6 +265,7 @@ class Training:
         self._is_finished = False
         self._stops: StopRequests | None = None
         self._trained: set[int] = set()
+        self._checked: set[int] = set()  # ids of datasets; loaders hold them
         self._own_hooks = Hooks()
         self._script_hooks: list[ScriptHooks] = []  # [models]
         self._reached: set[int] = set()  # numbers of the models that a backward pass goes through
@@ -487,6 +495,7 @@ class Training:
                     hint="leave it out; hetflow cuts the batches",
                 )
             self._check_batch(piece)
+            self._check_data(piece)
             self._compare_if_due()
             self._is_begun = True
             self._session.num_steps += 1
@@ -544,6 +553,25 @@ class Training:
                 hint="let all workers decide alike: sum what is computed from a worker's own share "
                 "(a loss before its backward pass, a gradient's norm) over workers first",
             ) from error
+
+    def _check_data(self, piece: BatchPart) -> None:
+        """Refuse datasets that differ between workers, and other batches of them.
+
+        Raises:
+            TargetError: The script has split the data by itself, or drawn them by unlike seeds.
+        """
+        known = self.watcher is not None or not self.place.distributed
+        if known or piece.dataset is None or id(piece.dataset) in self._checked:
+            return
+        self._checked.add(id(piece.dataset))
+        told = self.exchanged({**content_of(piece.dataset), "the order of samples": piece.digest})
+        for name in told[0]:
+            if any(of_worker.get(name) != told[0][name] for of_worker in told):
+                raise TargetError(
+                    f"the workers have unlike data ({name} differs), and a plan's shares are cut "
+                    "from batches that all of them draw",
+                    hint="give every worker all data, in one order: no part by rank, one seed",
+                )
 
     def _is_full(self, piece: BatchPart) -> bool:
         return piece.num_samples == self.global_batch_size
@@ -1054,6 +1082,13 @@ class Training:
             self.sharing.finish()
         session = self._session
         session.is_finished = True
+        if self.took_gradients and self.num_taken and not session.num_steps:
+            raise TargetError(
+                "the script took gradients by torch.autograd.grad or torch.func and went back from "
+                "no loss, so each worker trained on its own share",
+                hint="call backward on the loss of a model in DistributedDataParallel; or train "
+                "with hf.prepare",
+            )
         if session.num_steps:
             meet_all(session, lambda wait: wait())  # workers do not change
             self.equalise_buffers()
@@ -1088,6 +1123,7 @@ class ShareSampler:
     Args:
         training: This worker's training.
         batches: The script's batch sampler, equal on every worker.
+        dataset: What its batches are indices of; None where it is not known.
         draws_alike: Whether to take the first worker's random stream before each epoch's order.
         gives_all: Whether a worker without samples gets one that counts nothing in evaluation too.
 
@@ -1105,10 +1141,11 @@ class ShareSampler:
         training: Training,
         batches: Any,
         *,
+        dataset: Any = None,
         draws_alike: bool = False,
         gives_all: bool = False,
     ) -> None:
-        self._draws_alike, self.gives_all = draws_alike, gives_all
+        self.dataset, self._draws_alike, self.gives_all = dataset, draws_alike, gives_all
         self.sized: Sized | None = None
         if training.watcher is not None:
             few_samples = training.watcher.few_samples * training.world_size
@@ -1137,10 +1174,61 @@ class ShareSampler:
         self.pieces.clear()
         if self._draws_alike:
             self._training.equalise_draws()
+        dataset = self.dataset
         for indices in self.batch_sampler:
             piece = self._training.cut(len(indices), self.batch_size, by_index=True)
-            self.pieces.append(replace(piece, digest=zlib.crc32(repr(indices).encode())))
+            digest = zlib.crc32(repr(indices).encode())
+            self.pieces.append(replace(piece, digest=digest, dataset=dataset))
+            dataset = None
             yield piece.of(indices)
+
+
+def checksum(value: Any, before: int = 0) -> int:
+    """A checksum of what samples hold, equal in all processes that read the same.
+
+    Pickles of tensors are not. Objects of other types only count by their type.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, tuple | list):
+        for entry in value:
+            before = checksum(entry, before)
+        return before
+    if hasattr(value, "tobytes"):  # arrays, images
+        content = value.tobytes()
+    else:
+        is_plain = isinstance(value, str | bytes | int | float | None)
+        content = repr(value if is_plain else type(value)).encode()
+    return zlib.crc32(content, before)
+
+
+def content_of(dataset: Any, depth: int = 2) -> dict[str, int]:
+    """Checksums of the length of a dataset, and of its lists' and arrays' first and last entries.
+
+    Nothing is read by the dataset's own methods: these may draw random numbers.
+    """
+    found = {"its length": len(dataset)} if hasattr(dataset, "__len__") else {}
+    if hasattr(dataset, "with_format"):  # of the library datasets
+        rows = dataset.with_format(None)
+        found["its content"] = checksum([rows[0], rows[-1]]) if len(rows) else 0
+        return found
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        if isinstance(value, list | tuple | Tensor | np.ndarray):
+            found[name] = checksum(_ends(value))
+        elif depth and hasattr(value, "__getitem__") and hasattr(value, "__dict__"):
+            inner = content_of(value, depth - 1)
+            found |= {f"{name}, {part}": number for part, number in inner.items()}
+    return found
+
+
+def _ends(value: Any) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        return [list(value.shape), value[0], value[-1]] if value.ndim and len(value) else value
+    if isinstance(value, list | tuple):
+        return [len(value), *map(_ends, [*value[:1], *value[-1:]])]
+    return value
 
 
 class OfWorkers(Tensor):
@@ -1230,6 +1318,25 @@ def training() -> Training:
 def begun() -> Training | None:
     """This process's training, if the script has begun one through an adapter."""
     return _Process.training
+
+
+_OF_WORKERS = re.compile(r"WORLD_SIZE|get_world_size\(")
+
+
+@cache
+def warn_of_workers() -> None:
+    """Warn once of a script that reads the workers' number past its library, which says 1."""
+    current, script = training(), Path(sys.argv[0])
+    if current.place.rank or current.world_size == 1 or not script.is_file():
+        return
+    for number, line in enumerate(script.read_text(errors="replace").splitlines(), 1):
+        if found := _OF_WORKERS.search(line.partition("#")[0]):
+            log.warning(
+                f"{script.name}, line {number} reads {found[0].strip('(')}, and a batch of this "
+                "script is one process's: let no rate, accumulation or count of steps follow from "
+                "the number of workers"
+            )
+            return
 
 
 # What the script's loggers show of a launch: the predicted and measured step, devices' shares.

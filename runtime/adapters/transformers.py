@@ -24,7 +24,7 @@ from ...schema.errors import TargetError
 from ..promise.promise import divisors_of, last_divisors_of
 from .losses import before, share_of
 from .numbers import slope_of
-from .patching import around, check_version
+from .patching import around, be_one_process, check_version
 from .training import BatchPart, Training, training, with_scalars
 
 VERSIONS = ((4, 57), (5, 24))  # the oldest and the newest that were tested
@@ -49,8 +49,9 @@ _ROWS, _WIDE = 4, 4  # rows that a trial may have on any device; bytes of 32-bit
 
 def adapt(_: Any) -> None:
     """Change Trainer in this process."""
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
 
+    be_one_process(TrainingArguments, "world_size")
     around(Trainer, "__init__", _make)
 
 

@@ -415,6 +415,7 @@ REFUSED = {
     "unsampled": "trains on a batch of no loader that hetflow has cut into shares",
     "divided sum": "a sum that is divided by a multiple of 16, the batch size of a DataLoader",
     "sum for a mean": "a sum that is multiplied by 2, which is the number of workers",
+    "by hand": "the workers have unlike data (tensors differs)",
     "root": "a batch's loss is not the mean of its samples' losses",
     "own step": "goes back from a loss that compute_loss did not give",
     "twice": "the script's sum over workers would count twice",

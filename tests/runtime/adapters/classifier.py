@@ -18,8 +18,8 @@ data = TensorDataset(x, (x.sum(1) > 0).long())
 train = DataLoader(data, batch_size=32, shuffle=True)
 evaluate = DataLoader(data, batch_size=20)
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * accelerator.num_processes)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4 * accelerator.num_processes, 0.5)
 model, optimizer, train, evaluate, scheduler = accelerator.prepare(
     model, optimizer, train, evaluate, scheduler
 )

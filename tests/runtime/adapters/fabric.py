@@ -18,7 +18,7 @@ train, val = fabric.setup_dataloaders(
     DataLoader(data, batch_size=32, shuffle=True), DataLoader(data, batch_size=53)
 )
 model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * fabric.world_size)
 model, optimizer = fabric.setup(model, optimizer)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
 answers = {"losses": [], "norms": [], "right": [], "guesses": []}

@@ -61,7 +61,7 @@ class Classifier(L.LightningModule):
         self.seen.append(float(outputs["loss"]))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02 * self.trainer.world_size)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
         return {
             "optimizer": optimizer,

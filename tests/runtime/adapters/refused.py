@@ -5,6 +5,7 @@ import sys
 import tempfile
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedType
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
@@ -102,13 +103,13 @@ def unlike_streams():
 
 def split_by_node():
     rows = Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
-    prepared(split_dataset_by_node(rows, accelerator.process_index, accelerator.num_processes))
+    prepared(split_dataset_by_node(rows, accelerator.process_index, dist.get_world_size()))
 
 
 def rows_by_node():
     rows = Dataset.from_dict({"x": torch.randn(66, 3), "y": torch.randn(66, 3)})
     rows = rows.with_format("torch")
-    rows = split_dataset_by_node(rows, accelerator.process_index, accelerator.num_processes)
+    rows = split_dataset_by_node(rows, accelerator.process_index, dist.get_world_size())
     model, _, loader = prepared(rows)
     for batch in loader:
         accelerator.backward(nn.functional.mse_loss(model(batch["x"]), batch["y"]))
@@ -127,11 +128,18 @@ def divided_sum():
 
 
 def sum_for_a_mean():
-    """As accelerate's guide counts tokens over workers."""
-    model, _, loader = prepared()
+    """As DistributedDataParallel's mean over workers is undone."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    for x, y in DataLoader(data, batch_size=16, sampler=DistributedSampler(data)):
+        loss = nn.functional.mse_loss(model(x), y, reduction="sum") * dist.get_world_size()
+        (loss / 96).backward()
+
+
+def split_by_hand():
+    rank = accelerator.process_index
+    model, _, loader = prepared(TensorDataset(*(t[rank:32:2] for t in data.tensors)))
     for x, y in loader:
-        loss = nn.functional.mse_loss(model(x), y, reduction="sum") * accelerator.num_processes
-        accelerator.backward(loss / 96)
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
 
 
 def stateful():
@@ -167,6 +175,7 @@ FAULTS = {
     "unsampled": unsampled,
     "divided sum": divided_sum,
     "sum for a mean": sum_for_a_mean,
+    "by hand": split_by_hand,
     "own step": lambda: trained(Twice),
     "stateful": stateful,
     "fsdp": fully_sharded,
