@@ -144,6 +144,7 @@ def test_a_small_device_beside_a_large_one_keeps_less_of_the_state() -> None:
     problem = replace(problem, pools=pools)
     plan = solve(problem)
     assert check(plan, problem).bound == "replayed"
+    assert not is_proved(problem, plan.predicted.step_seconds * (1 + 1e-6), ())
     shares = {group.device_type: group for group in plan.stages[0].replicas}
     assert shares["slow"].memory_bytes == pools[1].memory_bytes
     assert shares["slow"].state_share_bytes == int(0.75 * mib)  # of 4 MiB of weights, 2 bytes each
