@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from ..clusters.mechanisms.allocators.named import always_pairs
+from ..clusters.mechanisms.allocators import always_pairs
 from ..clusters.simulator import cases
 from ..clusters.simulator.arrivals import DrawOptions, TraceKind
 from ..clusters.simulator.cases import Case

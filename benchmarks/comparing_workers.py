@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hetflow.profilers.zoo.images import resnet18
+from hetflow.profilers.zoo.models import resnet18
 from hetflow.runtime.agreement.agreement import KnownParameters, SettingsNumber
 from hetflow.runtime.agreement.verdict import fingerprint
 from hetflow.runtime.digest import digest_of

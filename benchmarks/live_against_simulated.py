@@ -27,7 +27,7 @@ from live_parts.compare import POLICY, Compared, begin, compared, line_of
 from live_parts.models import NUM_MODELS, TYPES, prepare
 
 from hetflow.clusters.engines.protocol import EngineDevice, Fate, Work
-from hetflow.clusters.mechanisms.allocators.named import allocator_named
+from hetflow.clusters.mechanisms.allocators import allocator_named
 from hetflow.clusters.mechanisms.rounds.state import RoundRules
 from hetflow.clusters.scheduler import sharing
 from hetflow.clusters.scheduler.loop import Scheduler

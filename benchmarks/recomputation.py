@@ -24,7 +24,7 @@ from hetflow.profilers.bench import Bench
 from hetflow.profilers.layers import graph_of, measure_layers
 from hetflow.profilers.operator_counts import tallied
 from hetflow.profilers.targets import as_workload
-from hetflow.profilers.zoo.tokens import GPT
+from hetflow.profilers.zoo.models import GPT
 from hetflow.runtime.pipeline.cut import cut
 from hetflow.runtime.pipeline.stage import StageRunner
 from hetflow.runtime.pipeline.trace import layers_of

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf  # 1
-from hetflow.profilers.zoo.images import DigitsCNN
+from hetflow.profilers.zoo.models import DigitsCNN
 
 
 def digits(dtype: torch.dtype) -> TensorDataset:

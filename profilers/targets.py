@@ -116,7 +116,7 @@ def from_torchvision(name: str) -> tuple[Any, Any, Any]:
         TargetError: torchvision is not installed, or has no such model.
     """
     torchvision = _extra("torchvision", "torchvision")
-    from .zoo.synthetic import classification_loss, image_batches
+    from .zoo.models import classification_loss, image_batches
 
     names = torchvision.models.list_models(module=torchvision.models)
     if name not in names:

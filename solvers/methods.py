@@ -13,7 +13,7 @@ METHODS: Registry[Callable[..., Plan]] = Registry(
     group="hetflow.methods",
     own=(
         "hetflow.papers.pipedream.nested",
-        "hetflow.papers.pipedream_2bw.repetitive",
+        "hetflow.papers.pipedream_2bw",
         "hetflow.papers.easyscale.waste",
     ),
 )

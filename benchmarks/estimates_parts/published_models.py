@@ -3,15 +3,20 @@
 import torch
 from torch import nn
 
-from hetflow.profilers.zoo import images
-from hetflow.profilers.zoo.synthetic import Parts, classification_loss, image_batches
+from hetflow.profilers.zoo.models import (
+    Parts,
+    ResNet,
+    classification_loss,
+    image_batches,
+    resnet50,
+)
 
 GROUPS, BASE = 32, 128
 
 
 def resnext101() -> Parts:
     """32x4d: ResNet-101 whose 3x3 convolutions are twice as wide, in 32 groups."""
-    model = images.ResNet((3, 4, 23, 3), bottleneck=True)
+    model = ResNet((3, 4, 23, 3), bottleneck=True)
     for level, depth in enumerate((3, 4, 23, 3)):
         width = BASE << level
         for index in range(depth):
@@ -37,7 +42,7 @@ def resnext101() -> Parts:
 
 def resnet50_channels_last() -> Parts:
     """As their 16-bit runs have it."""
-    return _channels_last(images.resnet50())
+    return _channels_last(resnet50())
 
 
 def resnext101_channels_last() -> Parts:

@@ -5,8 +5,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hetflow.profilers import zoo
-from hetflow.profilers.zoo.images import ResNet
-from hetflow.profilers.zoo.synthetic import classification_loss, image_batches
+from hetflow.profilers.zoo.models import ResNet, classification_loss, image_batches
 
 NUM_SAMPLES, LENGTH = 256, 1 << 20
 

@@ -16,9 +16,9 @@ from ...schema.jobs import Entity, Job, ModelThroughput
 from ...schema.options import option
 from ..engines.protocol import EngineDevice
 from ..mechanisms import easyscale, elastic
-from ..mechanisms.allocators.named import PolicyAllocator, allocator_named, most_devices
+from ..mechanisms.allocators import PolicyAllocator, allocator_named, most_devices
 from ..mechanisms.cluster.seats import Seat
-from ..mechanisms.rounds.assign import next_round
+from ..mechanisms.rounds.decide import next_round
 from ..mechanisms.rounds.state import RoundRules, RoundState
 from .known_jobs import KnownJobs
 from .occupancy import Occupancy, Places

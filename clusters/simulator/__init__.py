@@ -1,5 +1,5 @@
 """A cluster in virtual time: traces, scheduling mechanisms, metrics.
 
 Pure and deterministic: the same jobs, seed and options give the same result to the last digit.
-Mechanisms (``rounds``, ``fair_share``, ``proposals``) are separate from policies.
+Mechanisms (``rounds``, ``elastic``, ``easyscale``) are separate from policies.
 """

@@ -19,19 +19,22 @@ from ...schema.plugins import Registry
 from ...schema.simulation import SimulationRun
 from ...schema.spelling import did_you_mean
 from ...solvers.market.offers import Prices
-from ..mechanisms.allocators.named import allocator_named, always_pairs
-from ..mechanisms.allocators.shares import Allocator
+from ..mechanisms.allocators import Allocator, allocator_named, always_pairs
 from ..mechanisms.cluster.pool import ClusterPool
 from ..mechanisms.cluster.seats import DeviceLayout
 from ..mechanisms.easyscale import Variant
 from .arrivals import DrawOptions, draw_jobs
-from .events.fair_share import FairShareOptions, simulate_fair_share
-from .events.proposals import ProposalOptions, simulate_proposals
+from .events import (
+    FairShareOptions,
+    ProposalOptions,
+    simulate_fair_share,
+    simulate_proposals,
+)
 from .failures import FailureOptions
 from .market.many_jobs import MarketOptions, simulate_market
 from .metrics import Simulation, summarise
-from .rounds.base import RoundOptions
-from .rounds.simulate import simulate_rounds
+from .rounds import RoundOptions
+from .simulate_rounds import simulate_rounds
 
 Progress = Callable[[int, float], None] | None
 Run = Callable[["Case", Iterable[Job], ClusterPool, Progress], Simulation]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hetflow.clusters.mechanisms.allocators.shares import Shares
+from hetflow.clusters.mechanisms.allocators import Shares
 from hetflow.clusters.mechanisms.cluster.active import Active
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from baselines import GavelFifo, Isolated
 
-from hetflow.clusters.mechanisms.allocators.shares import Allocator
+from hetflow.clusters.mechanisms.allocators import Allocator
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.simulator.arrivals import DrawOptions, draw_jobs
 from hetflow.clusters.simulator.cases import Case, report, run_case
 from hetflow.clusters.simulator.metrics import Simulation
-from hetflow.clusters.simulator.rounds.base import RoundOptions
-from hetflow.clusters.simulator.rounds.simulate import simulate_rounds
+from hetflow.clusters.simulator.rounds import RoundOptions
+from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.formats.importers.gavel import read_gavel_throughputs
 from hetflow.papers.gavel.baselines import Gandiva
 from hetflow.schema.errors import HetflowError

@@ -16,8 +16,8 @@ from pathlib import Path
 from baselines import GavelFifo
 
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.simulator.rounds.base import RoundOptions
-from hetflow.clusters.simulator.rounds.simulate import simulate_rounds
+from hetflow.clusters.simulator.rounds import RoundOptions
+from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.formats.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.schema.errors import HetflowError
 

@@ -14,8 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.profilers.zoo.images import vgg16_small
-from hetflow.profilers.zoo.tokens import gpt_small
+from hetflow.profilers.zoo.models import gpt_small, vgg16_small
 
 
 def images(number: int) -> TensorDataset:

@@ -15,7 +15,7 @@ import sys
 import numpy as np
 
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.simulator.events.fair_share import FairShareOptions, simulate_fair_share
+from hetflow.clusters.simulator.events import FairShareOptions, simulate_fair_share
 from hetflow.clusters.simulator.metrics import Simulation, summarise
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.schema.simulation import SimulationMetrics

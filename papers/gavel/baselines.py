@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...clusters.mechanisms.allocators.shares import BASELINES, Baseline, Shares
+from ...clusters.mechanisms.allocators import BASELINES, Baseline, Shares
 from ...clusters.mechanisms.cluster.active import Active
 from ...schema.errors import ProblemError
 from ...solvers.allocation.program import Floats

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...clusters.mechanisms.allocators.las import WarmLas
-from ...clusters.mechanisms.allocators.shares import OPTIMA, Shares
+from ...clusters.mechanisms.allocators import OPTIMA, Shares, WarmLas
 from ...clusters.mechanisms.cluster.active import Active
 from ...solvers.allocation.engine import solve_alone
 from ...solvers.allocation.interior import over_rows, solved_small

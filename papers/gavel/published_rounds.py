@@ -13,7 +13,7 @@ from ...clusters.simulator.cases import (
     round_options,
 )
 from ...clusters.simulator.metrics import Simulation
-from ...clusters.simulator.rounds.simulate import simulate_rounds
+from ...clusters.simulator.simulate_rounds import simulate_rounds
 from ...schema.jobs import Job
 from .baselines import Gandiva
 

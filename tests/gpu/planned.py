@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hetflow.profilers.zoo.tokens import GPT
+from hetflow.profilers.zoo.models import GPT
 
 VOCABULARY, TOKENS, DEPTH, WIDTH, NUM_STEPS = 64, 16, 4, 64, 2
 

@@ -17,7 +17,7 @@ SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
-from hetflow.profilers.zoo.tokens import GPT
+from hetflow.profilers.zoo.models import GPT
 
 torch.manual_seed(0)
 model = GPT(vocabulary=16, max_tokens=6, depth=1, num_heads=4, channels=16).double()

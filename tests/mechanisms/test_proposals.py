@@ -14,28 +14,26 @@ from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.cluster.seats import Device, DeviceLayout, Seat
 from hetflow.clusters.mechanisms.easyscale import (
     VARIANTS,
-    Elastic,
-    Fixed,
-    Variant,
-    Wish,
-    alone,
-    next_devices,
-)
-from hetflow.clusters.mechanisms.proposals import (
     Bidder,
     Counts,
     Decision,
+    Elastic,
+    Fixed,
     Stock,
+    Variant,
+    Wish,
     admit_gangs,
+    alone,
     decide,
+    next_devices,
 )
 from hetflow.clusters.mechanisms.rounds.state import RoundState, resumed, stored
-from hetflow.clusters.simulator.events.proposals import (
+from hetflow.clusters.simulator.events import (
     ProposalOptions,
     est_rate,
     simulate_proposals,
 )
-from hetflow.papers.easyscale.taking import take
+from hetflow.papers.easyscale.schedulers import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.tests.profiles import examples
 

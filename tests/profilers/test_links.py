@@ -8,11 +8,11 @@ from hetflow.devices.backend import DeviceRequest, LocalDevice
 from hetflow.devices.cpu import cpu_device
 from hetflow.planning.costs.comm import Wire, collective_seconds
 from hetflow.profilers.exchange import all_reduce_sizes
-from hetflow.profilers.fits import fit_ring
 from hetflow.profilers.links import (
     MESSAGE_BYTES,
     SyncOptions,
     _summary,
+    fit_ring,
     links_of,
     measure_links,
     measure_sync,

@@ -11,13 +11,17 @@ from hetflow.devices.cpu import cpu_device
 from hetflow.profilers.layers import graph_of
 from hetflow.profilers.measurer import Measurer
 from hetflow.profilers.pipeline_costs import (
+    KnownCosts,
+    Ring,
+    TimedStep,
+    Trial,
     affordable,
     calibrated,
     launch_config,
     measure_pipeline,
     trials_of,
+    with_passes,
 )
-from hetflow.profilers.pipeline_fit import KnownCosts, Ring, TimedStep, Trial, with_passes
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.runtime.measurements import StagePass, StepTimes

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.profilers.zoo.tokens import GPT
+from hetflow.profilers.zoo.models import GPT
 from hetflow.runtime.checkpoints.saving import OpenedFolders
 from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
 from hetflow.runtime.pipeline import replica_sums

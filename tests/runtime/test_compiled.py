@@ -81,7 +81,7 @@ import torch
 from torch.profiler import profile
 from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
-from hetflow.profilers.zoo.tokens import GPT
+from hetflow.profilers.zoo.models import GPT
 
 torch.manual_seed(0)
 model = GPT(vocabulary=18, max_tokens=6, depth=2, num_heads=4, channels=16)

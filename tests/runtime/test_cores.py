@@ -15,7 +15,7 @@ from hetflow.planning.costs.sequence_layers import sequence_layers
 from hetflow.planning.costs.tensor_layers import sharded_layers
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model, tallied
-from hetflow.profilers.zoo.tokens import BERT, GPT
+from hetflow.profilers.zoo.models import BERT, GPT
 from hetflow.runtime import peers
 from hetflow.runtime.pipeline.cores import AttentionCores, Between
 from hetflow.runtime.pipeline.cut import cut

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.profilers.zoo.tokens import GPT
+from hetflow.profilers.zoo.models import GPT
 from hetflow.runtime import peers
 from hetflow.runtime.pipeline.channels import (
     HEADER_BYTES,

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from hetflow.profilers.zoo.tokens import GPT
+from hetflow.profilers.zoo.models import GPT
 from hetflow.runtime import tensor_parallel
 from hetflow.runtime.pipeline.cut import cut, holdings_of
 from hetflow.runtime.pipeline.trace import layers_of

@@ -18,7 +18,7 @@ from hetflow.planning.costs.sequence_layers import sequence_layers
 from hetflow.planning.costs.tensor_layers import sharded_layers
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
-from hetflow.profilers.zoo.tokens import BERT, GPT
+from hetflow.profilers.zoo.models import BERT, GPT
 from hetflow.runtime import peers, tensor_parallel
 from hetflow.runtime.tensor.operators import TensorGroup
 from hetflow.runtime.tensor.roles import SharedParts, sharing_of

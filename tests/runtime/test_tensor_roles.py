@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetflow.profilers.zoo.tokens import GPT
+from hetflow.profilers.zoo.models import GPT
 from hetflow.runtime import tensor_parallel
 from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline.norms import NORMS, Columns, NormOnly, PartGradient, ToldNorms

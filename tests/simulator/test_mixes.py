@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.allocators.named import allocator_named
+from hetflow.clusters.mechanisms.allocators import allocator_named
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.simulator.cases import Case, report, run_case
 from hetflow.clusters.simulator.mixes import split_throughput
-from hetflow.clusters.simulator.rounds.base import RoundOptions
-from hetflow.clusters.simulator.rounds.simulate import simulate_rounds
+from hetflow.clusters.simulator.rounds import RoundOptions
+from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from hetflow.schema.problem import DeviceOption
@@ -106,7 +106,7 @@ def test_leftovers_extend_what_a_job_holds(mixed_table: Throughputs, job: MakeJo
         name, agnostic, shares_space = "fast_only", False, False
 
         def allocate(self, active: object, now_seconds: float) -> object:
-            from hetflow.clusters.mechanisms.allocators.shares import Shares
+            from hetflow.clusters.mechanisms.allocators import Shares
 
             share = 0.0 * active.rate  # type: ignore[attr-defined]
             share[0] = 1.0

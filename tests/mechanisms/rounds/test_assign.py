@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.allocators.named import allocator_named
-from hetflow.clusters.mechanisms.allocators.shares import Allocator
+from hetflow.clusters.mechanisms.allocators import Allocator, allocator_named
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.cluster.seats import Device, Seat
-from hetflow.clusters.mechanisms.rounds.assign import next_round
-from hetflow.clusters.mechanisms.rounds.decide import receive
+from hetflow.clusters.mechanisms.rounds.decide import next_round, receive
 from hetflow.clusters.mechanisms.rounds.state import RoundRules, RoundState, resumed, stored
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs

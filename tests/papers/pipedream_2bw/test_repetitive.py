@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.papers.pipedream_2bw import repetitive as pipeline_repetitive
-from hetflow.papers.pipedream_2bw.repetitive import Repetition, Repetitive, repetition
+from hetflow.papers.pipedream_2bw import Repetition, Repetitive, repetition
+from hetflow.papers.pipedream_2bw import solve as solve_repetitive
 from hetflow.planning.checks.pipeline import check
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineLayer, PipelineProblem
@@ -74,7 +74,7 @@ def models(draw) -> dict[int, PipelineProblem]:
 def test_the_plan_is_the_best_configuration(problems):
     model = Repetitive(problems)
     try:
-        plan, rows = pipeline_repetitive.solve(model)
+        plan, rows = solve_repetitive(model)
     except InfeasibleError:
         assert not any(row.fits for row in model_rows(model))
         return
@@ -89,7 +89,7 @@ def test_the_plan_is_the_best_configuration(problems):
 
 
 def model_rows(model: Repetitive):
-    from hetflow.papers.pipedream_2bw.sweep import sweep
+    from hetflow.papers.pipedream_2bw import sweep
 
     return sweep(model.question())
 
@@ -99,13 +99,13 @@ def model_rows(model: Repetitive):
 def test_the_closed_form_s_choice_holds_its_check(problems):
     model = Repetitive(problems)
     try:
-        plan, _ = pipeline_repetitive.solve(model, model.closed_form())
+        plan, _ = solve_repetitive(model, model.closed_form())
     except InfeasibleError:
         return
     assert check(plan, problems[plan.microbatch_size]) == []
     assert plan.proof.lower_bound is None
     try:
-        own, _ = pipeline_repetitive.solve(model)
+        own, _ = solve_repetitive(model)
     except InfeasibleError:
         pytest.fail("the closed form's plan fits, so there is one of our own")
     assert own.predicted.samples_per_second >= plan.predicted.samples_per_second * (1 - 1e-9)

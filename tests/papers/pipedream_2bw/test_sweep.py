@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from hetflow.papers.pipedream_2bw.sweep import (
+from hetflow.papers.pipedream_2bw import (
     ClosedForm,
     Configuration,
     ParallelPipelineProblem,
     SweepEstimate,
     SweptRuns,
-    solve,
+    fastest,
     sweep,
 )
 from hetflow.schema.errors import InfeasibleError, ProblemError
@@ -58,7 +58,7 @@ def test_every_worked_row_and_the_choice(worked):
     assert len(rows) == len(worked["rows"])
     for found, stored in zip(rows, worked["rows"], strict=True):
         assert found == pytest.approx(stored, rel=1e-12)
-    assert as_stored(solve(problem)) == pytest.approx(worked["best"], rel=1e-12)
+    assert as_stored(fastest(problem)) == pytest.approx(worked["best"], rel=1e-12)
 
 
 def measured(seconds: dict[Configuration, float], memory: float = 1.0) -> ParallelPipelineProblem:
@@ -84,7 +84,7 @@ def configuration(d: int, p: int, b: int) -> Configuration:
 
 def test_measured_configurations_are_ranked_by_throughput():
     times = {configuration(4, 1, 1): 1.0, configuration(2, 2, 2): 0.9, configuration(1, 4, 2): 0.6}
-    row = solve(measured(times))
+    row = fastest(measured(times))
     assert row.configuration == configuration(2, 2, 2)
     assert row.samples_per_second == pytest.approx(4 / 0.9)
     assert row.num_microbatches == 4
@@ -101,12 +101,12 @@ def test_two_versions_need_at_least_p_microbatches():
         cost_model=problem.cost_model,
     )
     with pytest.raises(InfeasibleError, match="m >= p"):
-        solve(short)
+        fastest(short)
 
 
 def test_nothing_fits_says_by_how_much():
     with pytest.raises(InfeasibleError, match="needs 7 bytes on a device of 1, 6 bytes too many"):
-        solve(measured({configuration(4, 1, 1): 1.0}, memory=7.0))
+        fastest(measured({configuration(4, 1, 1): 1.0}, memory=7.0))
 
 
 def test_nonsense_is_refused():

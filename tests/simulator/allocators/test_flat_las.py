@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.allocators.named import PolicyAllocator, allocator_named
+from hetflow.clusters.mechanisms.allocators import PolicyAllocator, allocator_named
 from hetflow.clusters.mechanisms.cluster.active import Active
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.schema.errors import HetflowError

@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from hetflow.clusters.mechanisms.allocators.named import allocator_named
-from hetflow.clusters.mechanisms.allocators.shares import Allocator, Shares
+from hetflow.clusters.mechanisms.allocators import Allocator, Shares, allocator_named
 from hetflow.clusters.mechanisms.cluster.active import Active
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
 from hetflow.clusters.simulator.cases import SCHEDULERS, Case, report, run_case
 from hetflow.clusters.simulator.failures import FailureEvents, FailureOptions, Failures
-from hetflow.clusters.simulator.rounds.base import RoundOptions
-from hetflow.clusters.simulator.rounds.simulate import simulate_rounds
+from hetflow.clusters.simulator.rounds import RoundOptions
+from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
 from hetflow.schema.jobs import Job, MixThroughput, PairThroughput, Throughputs

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
 from hetflow.clusters.mechanisms.easyscale import Variant
-from hetflow.clusters.mechanisms.fair_share import fair_shares
+from hetflow.clusters.mechanisms.elastic import fair_shares
 from hetflow.clusters.simulator.cases import SCHEDULERS, Case, run_case
-from hetflow.clusters.simulator.events.fair_share import FairShareOptions, simulate_fair_share
-from hetflow.clusters.simulator.events.proposals import (
+from hetflow.clusters.simulator.events import (
+    FairShareOptions,
     ProposalOptions,
     est_rate,
+    simulate_fair_share,
     simulate_proposals,
 )
 from hetflow.clusters.simulator.failures import FailureEvents, FailureOptions
-from hetflow.papers.easyscale.schedulers import simulate_yarn
-from hetflow.papers.easyscale.taking import take
+from hetflow.papers.easyscale.schedulers import simulate_yarn, take
 from hetflow.schema.errors import HetflowError, InfeasibleError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.tests.profiles import examples
@@ -262,7 +262,7 @@ def test_devices_fail_at_their_own_rate() -> None:
 def test_failures_that_let_nothing_end_are_refused(
     single: ClusterPool, job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetflow.clusters.simulator.events.events._MOST_FAILURES", 1000)
+    monkeypatch.setattr("hetflow.clusters.simulator.events._MOST_FAILURES", 1000)
     often = FailureOptions(mean_seconds=1e-9, repair_seconds=1.0)
     with pytest.raises(InfeasibleError, match="1e-07 % of the time .* make failures rarer"):
         simulate_fair_share([job(0)], single, FairShareOptions(failures=often))

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.allocators.named import allocator_named
+from hetflow.clusters.mechanisms.allocators import allocator_named
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.simulator.arrivals import Queue
 from hetflow.clusters.simulator.metrics import Simulation
-from hetflow.clusters.simulator.rounds.base import RoundOptions, Rounds
-from hetflow.clusters.simulator.rounds.simulate import simulate_rounds
+from hetflow.clusters.simulator.rounds import RoundOptions, Rounds
+from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.tests.profiles import examples
 
 compiled = pytest.importorskip(
-    "hetflow.clusters.simulator.rounds.quick", reason="numba is not installed"
+    "hetflow.clusters.simulator.compiled_rounds", reason="numba is not installed"
 )
 
 POLICIES = [

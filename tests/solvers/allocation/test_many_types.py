@@ -14,7 +14,7 @@ from hetflow.schema.jobs import Job, Jobs, ModelThroughput, Throughputs
 from hetflow.solvers.allocation import allocate, policy, simplex
 from hetflow.solvers.allocation.engine import solve_alone
 from hetflow.solvers.allocation.program import FractionProgram
-from hetflow.solvers.allocation.water_filling.vertex import least_cost
+from hetflow.solvers.allocation.water_filling.bottlenecks import least_cost
 
 
 def tables(jobs: int, types: int) -> tuple[Jobs, Throughputs]:

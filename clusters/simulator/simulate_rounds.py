@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterable
 
-from ....schema.errors import ProblemError
-from ....schema.jobs import Job
-from ....solvers.compiling import can_compile
-from ...mechanisms.allocators.shares import Allocator
-from ...mechanisms.cluster.pool import ClusterPool
-from ..arrivals import Queue
-from ..metrics import Simulation
-from .base import RoundOptions, Rounds
-from .combined import CombinedRounds
+from ...schema.errors import ProblemError
+from ...schema.jobs import Job
+from ...solvers.compiling import can_compile
+from ..mechanisms.allocators import Allocator
+from ..mechanisms.cluster.pool import ClusterPool
+from .arrivals import Queue
+from .metrics import Simulation
+from .rounds import CombinedRounds, RoundOptions, Rounds
 
 
 def simulate_rounds(
@@ -50,7 +49,7 @@ def _kind(pool: ClusterPool, allocator: Allocator, options: RoundOptions) -> typ
     if allocator.shares_space or len(pool.columns) > len(pool.types):
         return CombinedRounds
     if can_compile() and options.is_plain:
-        from .quick import CompiledRounds
+        from .compiled_rounds import CompiledRounds
 
         return CompiledRounds
     return Rounds

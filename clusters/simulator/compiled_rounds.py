@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ....solvers.compiling import compiled
-from ...mechanisms.arrays import Floats, Ints
-from ...mechanisms.rounds.decide import type_order
-from ...mechanisms.rounds.state import ANY_SHARE
-from .base import STEPS_LEFT, Rounds
+from ...solvers.compiling import compiled
+from ..mechanisms.arrays import NOWHERE, Floats, Ints
+from ..mechanisms.rounds.decide import type_order
+from ..mechanisms.rounds.state import ANY_SHARE
+from .rounds import STEPS_LEFT, Rounds
 
-NOWHERE = -1
 # Rows of the blocks of ``Active``.
 RATE, RELATIVE, RECEIVED, SHARE, DEFICIT, HELD = range(6)
 LEFT, STARTED = 0, 3

@@ -1,1 +1,0 @@
-"""Allocators: policies and baselines, in the form that a simulator calls again and again."""

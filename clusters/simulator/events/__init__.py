@@ -1,1 +1,0 @@
-"""Mechanisms driven by events: elastic fair sharing, and proposals of jobs."""

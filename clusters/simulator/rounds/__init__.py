@@ -1,1 +1,0 @@
-"""Rounds of ``mechanisms.rounds`` in virtual time (thesis 5.5)."""
