@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..clusters.simulator.market.advise import Adviser
 from ..clusters.simulator.market.compare import compare
-from ..clusters.simulator.market.prices import compare_from
+from ..clusters.simulator.market.replay import compare_from
 from ..formats.importers.recognise import read_market
 from ..planning.inputs import profiles_of
 from ..planning.market_prices import egress_dollars

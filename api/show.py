@@ -197,7 +197,7 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
             )
         return svg_timeline(timing_of(first)).encode()
     if isinstance(first, SimulationRun):
-        from ..formats.reports.gantt import simulation_image
+        from ..formats.reports.plots import simulation_image
 
         return simulation_image(first, file_format)
     if isinstance(first, Market):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetflow.papers.piper import check as steady_check
-from hetflow.papers.piper import read as piper
+from hetflow.papers.piper import problem as piper
 from hetflow.papers.piper import solve as steady
 from hetflow.papers.sailor import read_problem
 from hetflow.planning.checks.parallel import check

@@ -21,8 +21,8 @@ from hetflow.clusters.simulator.market.replay import replay
 from hetflow.formats.importers.availability import read_availability
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import Chain, chain_of
+from hetflow.solvers.market.dynamic_program import least_dollars
 from hetflow.solvers.market.job import RentJob
-from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.windows import apart
 from hetflow.tests.data import reference
 

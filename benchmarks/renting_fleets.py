@@ -21,8 +21,8 @@ from hetflow.formats.importers.registry import TraceOptions
 from hetflow.schema.market import Capacity
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
+from hetflow.solvers.market.dynamic_program import least_dollars
 from hetflow.solvers.market.job import RentJob
-from hetflow.solvers.market.offline import least_dollars
 from hetflow.tests.data import reference
 
 SHARES = (0.4, 0.7)

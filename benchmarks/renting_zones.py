@@ -26,9 +26,9 @@ from hetflow.formats.importers.availability import read_availability
 from hetflow.formats.importers.spot_prices import read_aws_spot_prices
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
+from hetflow.solvers.market.dynamic_program import least_dollars
 from hetflow.solvers.market.job import RentJob
 from hetflow.solvers.market.odds import availability_correlation
-from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.windows import Traces, joined, traces_of
 from hetflow.tests.data import reference
 

@@ -26,8 +26,7 @@ def simulate(
     """
     from .. import sweep
     from ..formats.reports.cluster_tables import simulation_table
-    from ..formats.reports.gantt import simulation_image
-    from ..formats.reports.plots import image_format, new_figure
+    from ..formats.reports.plots import image_format, new_figure, simulation_image
     from ..schema.files import check_outputs, to_plain, write_bytes
     from ..schema.frames import frame_of
     from ..schema.simulation import frame_of_runs

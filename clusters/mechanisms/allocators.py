@@ -19,8 +19,8 @@ from ...solvers.allocation.las import WarmMaxMin, centre
 from ...solvers.allocation.policy import POLICIES
 from ...solvers.allocation.program import max_min_program
 from ...solvers.allocation.space_sharing.column_generation import PairTimes
-from .arrays import Floats, Ints
 from .cluster.active import Active
+from .cluster.pool import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...solvers.compiling import compiled
-from ..mechanisms.arrays import NOWHERE, Floats, Ints
+from ..mechanisms.cluster.pool import NOWHERE, Floats, Ints
 from ..mechanisms.rounds.decide import type_order
 from ..mechanisms.rounds.state import ANY_SHARE
 from .rounds import STEPS_LEFT, Rounds

@@ -20,8 +20,7 @@ from ..mechanisms.easyscale import Bidder, Stock, Variant, decide
 from ..mechanisms.elastic import Claim, admit_whole, share_elastically
 from .arrivals import Queue
 from .failures import FailureEvents, FailureOptions
-from .metrics import Simulation
-from .span_book import SpanBook
+from .metrics import Simulation, SpanBook
 
 Counts = tuple[int, ...]
 _DONE = 1e-9

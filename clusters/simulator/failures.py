@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
-from ..mechanisms.arrays import Ints
+from ..mechanisms.cluster.pool import Ints
 from ..mechanisms.cluster.seats import DeviceLayout
 
 # Where devices work for a smaller part of the time, a run is refused: it would take more than a

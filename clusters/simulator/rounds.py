@@ -14,11 +14,9 @@ from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import consolidated_devices
 from ...schema.simulation import JobOutcome
 from ..mechanisms.allocators import Allocator
-from ..mechanisms.arrays import NOWHERE, Bools, Floats, Ints
 from ..mechanisms.cluster.active import Active
-from ..mechanisms.cluster.pool import ClusterPool
-from ..mechanisms.cluster.seats import DeviceLayout, Placement
-from ..mechanisms.cluster.servers import Held
+from ..mechanisms.cluster.pool import NOWHERE, Bools, ClusterPool, Floats, Ints
+from ..mechanisms.cluster.seats import DeviceLayout, Held, Placement
 from ..mechanisms.rounds.decide import (
     choose_alone,
     choose_together,
@@ -33,8 +31,7 @@ from ..mechanisms.rounds.pairs import Chosen
 from ..mechanisms.rounds.state import LONGEST_ROUND, SHORTEST_ROUND, RoundRules, RoundState
 from .arrivals import Queue
 from .failures import FailureOptions, Failures, Fleet, Seats
-from .metrics import Simulation
-from .span_book import SpanBook
+from .metrics import Simulation, SpanBook
 
 STEPS_LEFT = 1e-9  # of a step: rounding of its own additions, not work
 _NOBODY: Ints = np.zeros(0, dtype=np.int64)

@@ -15,12 +15,14 @@ from ...schema.market import (
     RentRun,
     RentState,
 )
-from ...schema.plan import Plan
+from ...schema.options import option
+from ...schema.plan import Alternative, Gain, Plan, Prediction, Stage, claim_of
 from ...schema.profile import Profile
 from ...schema.run import RunRecord, TermComparison
 from ...schema.simulation import SimulationRun
 from . import cluster_tables
-from .grid import device_name, grid, mebibytes, milliseconds
+from .explain import group_terms
+from .grid import device_name, grid, layers_text, mebibytes, milliseconds
 from .market_tables import (
     advice_text,
     market_table,
@@ -30,10 +32,279 @@ from .market_tables import (
     state_text,
     strategies_table,
 )
-from .plan_tables import plan_table
 
 if TYPE_CHECKING:
     from ...schema.files import Record
+
+
+_MINIMISED = {"step_seconds": "the whole step", "bottleneck": "the slowest stage or boundary"}
+
+
+def plan_table(plan: Plan) -> str:
+    """Who runs what, the predicted step, and the proof.
+
+    A plan of the whole model has a row for each group of devices, others one for each stage.
+    """
+    headers, rows = _stage_rows(plan) if plan.layers else _group_rows(plan)
+    goal = f"minimised: {_MINIMISED[plan.objective]}; " if plan.layers else ""
+    lines = [
+        _title(plan),
+        grid(headers, rows),
+        _step_text(plan.predicted, estimated=bool(plan.estimates)),
+        f"{goal}{_proof_text(plan)}",
+    ]
+    if plan.proof.space is not None:
+        lines.append(f"searched: {plan.proof.space}")
+    if not plan.layers:
+        lines += [*_simpler_lines(plan), *_est_lines(plan)]
+    elif plan.alternatives:
+        lines.append(_points(plan))
+    lines += [_gain(plan, gain) for gain in plan.with_more_devices]
+    lines += [f"assumed: {sentence}" for sentence in plan.assumptions if plan.layers]
+    if plan.trace is not None and plan.trace.obstacle is not None:
+        lines.append(f"layers {plan.trace.obstacle}")
+    return "\n".join([*lines, *map(str, (*plan.estimates, *plan.reserves, *plan.sync_bounds))])
+
+
+def _title(plan: Plan) -> str:
+    text = f"{plan.model}, global batch {plan.global_batch_size}"
+    if not plan.layers:
+        return text
+    text += f" = {plan.num_microbatches} microbatches of {plan.microbatch_size}"
+    text += f"; {plan.config}, {plan.schedule}"
+    if plan.num_model_chunks > 1 and plan.traits.placement == "round-robin":
+        second = plan.num_positions
+        text += f" ({plan.num_model_chunks} stages a device: 0, {second}, ... on the same)"
+    if plan.optimizer is not None:
+        text += f"; memory counts {plan.optimizer}"
+    text += ", shared by the replicas of a stage" if plan.shard_optimizer else ""
+    return text + (", which share gradients too" if plan.shard_gradients else "")
+
+
+def _group_rows(plan: Plan) -> tuple[list[str], list[tuple[object, ...]]]:
+    names = _names(plan)
+    rows = [
+        (
+            f"{group.num_devices} x {names[group.device_type]}",
+            group.device_batch_size,
+            f"{group.virtual_nodes} x {group.virtual_node_batch_size}"
+            + (" (interpolated)" if group.interpolated else "")
+            + (f", {group.activations}" if group.activations else ""),
+            milliseconds(
+                None if group.pass_seconds is None else group.pass_seconds * group.virtual_nodes
+            ),
+            *(
+                f"{(number or 0) / 2**20:,.1f} MiB"
+                for number in (group.state_share_bytes, group.memory_bytes)
+                if plan.shard is not None
+            ),
+        )
+        for group in plan.groups
+    ]
+    columns = ["devices", "batch per device", "virtual nodes", "compute"]
+    return columns + ([f"share ({plan.shard})", "memory"] if plan.shard is not None else []), rows
+
+
+def _stage_rows(plan: Plan) -> tuple[list[str], list[list[object]]]:
+    """A row for each stage; columns that no stage fills are left out."""
+    names = _names(plan)
+    is_mixed = any(len(stage.replicas) > 1 for stage in plan.stages)
+    again = any(stage.recompute != "none" for stage in plan.stages)
+    columns: dict[str, list[object]] = {
+        "stage": list(range(len(plan.stages))),
+        "devices": [_replicas(stage, names) for stage in plan.stages],
+        "layers": [layers_text(stage.layers) for stage in plan.stages],
+        "samples": [
+            ", ".join(str(group.samples) for group in stage.replicas) if is_mixed else None
+            for stage in plan.stages
+        ],
+        "recompute": [stage.recompute if again else None for stage in plan.stages],
+        "pass": [milliseconds(stage.compute_seconds) for stage in plan.stages],
+        "transfer": [
+            milliseconds(
+                stage.transfer_seconds if stage.output_seconds is None else stage.output_seconds
+            )
+            for stage in plan.stages
+        ],
+        "in flight": [stage.num_in_flight for stage in plan.stages],
+        "versions": [stage.weight_versions for stage in plan.stages],
+        "memory": [mebibytes(stage.memory_bytes) for stage in plan.stages],
+    }
+    filled = {name: cells for name, cells in columns.items() if set(cells) != {None}}
+    return list(filled), [list(row) for row in zip(*filled.values(), strict=True)]
+
+
+def _names(plan: Plan) -> dict[str, str]:
+    """Device type -> its name, marked where it is emulated or estimated."""
+    emulated = {device.device_type for device in plan.emulated}
+    estimated = {estimate.device_type for estimate in plan.estimates}
+    return {
+        group.device_type: device_name(
+            group.device_type, group.device_type in emulated, group.device_type in estimated
+        )
+        for stage in plan.stages
+        for group in stage.replicas
+    }
+
+
+def _replicas(stage: Stage, names: dict[str, str]) -> str:
+    """Text such as ``16 x A100, 11 x (4 V100)``."""
+    return ", ".join(
+        f"{group.num_replicas} x "
+        + (
+            names.get(group.device_type, group.device_type)
+            if group.tensor_parallel_size == 1
+            else f"({group.tensor_parallel_size} {names.get(group.device_type, group.device_type)})"
+        )
+        for group in stage.replicas
+    )
+
+
+def _step_text(predicted: Prediction, *, estimated: bool) -> str:
+    parts = [
+        f"{name} {milliseconds(seconds)}"
+        for name, seconds in (
+            ("compute", predicted.compute_seconds),
+            ("loading", predicted.load_seconds),
+            ("virtual nodes", predicted.virtual_node_seconds),
+            ("fixed", predicted.fixed_seconds),
+            ("transfers", predicted.transfer_seconds),
+            ("sync", predicted.sync_seconds),
+            ("update", predicted.update_seconds),
+        )
+        if seconds is not None
+    ]
+    total = f"step {milliseconds(predicted.step_seconds)}"
+    if predicted.compute_seconds is None:  # then the parts do not add up
+        total = ", ".join([total, *parts])
+    elif parts:
+        total += f" = {' + '.join(parts)}"
+    if predicted.bubble_fraction is not None:
+        total += f", bubble {100 * predicted.bubble_fraction:.3g} %"
+    if predicted.step_seconds_low is not None and predicted.step_seconds_high is not None:
+        low, high = (
+            milliseconds(predicted.step_seconds_low),
+            milliseconds(predicted.step_seconds_high),
+        )
+        total += f"; the {'estimates' if estimated else 'measurements'} allow {low} to {high}"
+    return f"{total}; {predicted.samples_per_second:.1f} samples/s{_dollars_text(predicted)}"
+
+
+def _proof_text(plan: Plan) -> str:
+    proof = plan.proof
+    stated = " (stated)" if proof.gap and proof.bound in (None, "stated") else ""
+    return f"{claim_of(plan)}, gap {_percent(proof.gap)}{stated}: {proof.method}"
+
+
+def _simpler_lines(plan: Plan) -> list[str]:
+    """The cost of choosing another plan than the fastest."""
+    proof, taken = plan.proof, (plan.provenance or {}).get("taken", "simpler")
+    if proof.tolerance is None or proof.lower_bound is None or not proof.gap:
+        return []
+    return [
+        f"{taken} than the fastest on paper, {milliseconds(proof.lower_bound)}, which the "
+        f"measurements cannot tell from it ({option('fastest')} takes that one)"
+    ]
+
+
+def _est_lines(plan: Plan) -> list[str]:
+    if plan.est is None:
+        return []
+    rows = [
+        (
+            ", ".join(
+                f"{g.num_devices}x{g.device_type} A={g.virtual_nodes}" for g in choice.groups
+            ),
+            f"{choice.est.throughput:.3f}",
+            f"{choice.est.waste:.3f}",
+            f"{choice.est.overload_factor:.4g}",
+        )
+        for choice in plan.alternatives
+        if choice.est is not None
+    ]
+    first = (
+        f"EasyScale: throughput {plan.est.throughput:.3f} mini-batches/s, waste "
+        f"{plan.est.waste:.3f}, maxP {plan.est.max_p}"
+    )
+    table = grid(("alternative", "throughput", "waste", "overload"), rows)
+    return [first, table] if rows else [first]
+
+
+def _percent(fraction: float | None) -> str:
+    return "unknown" if fraction is None else f"{100 * fraction:.3g} %"
+
+
+def _dollars_text(predicted: Prediction) -> str:
+    """Text such as ``; 12.24 $/hour, 0.0354 $/million samples``; empty without prices."""
+    if predicted.dollars_per_hour is None:
+        return ""
+    text = f"; {predicted.dollars_per_hour:.2f} $/hour"
+    if predicted.dollars_per_million_samples is not None:
+        text += f", {predicted.dollars_per_million_samples:.4g} $/million samples"
+    return text
+
+
+def _points(plan: Plan) -> str:
+    """Time against devices and memory; the plan itself comes first."""
+    own = Alternative(
+        stages=plan.stages,
+        microbatch_size=plan.microbatch_size,
+        num_microbatches=plan.num_microbatches,
+        num_model_chunks=plan.num_model_chunks,
+        predicted=plan.predicted,
+    )
+    rows = [
+        (
+            milliseconds(predicted.step_seconds),
+            one.num_devices,
+            mebibytes(max(stage.memory_bytes or 0 for stage in one.stages)),
+            _price(predicted.dollars_per_hour, ".2f"),
+            _price(predicted.dollars_per_million_samples, ".4g"),
+            _what_grew(own, one),
+            _layout(one),
+        )
+        for one in (own, *plan.alternatives)
+        if (predicted := one.predicted) is not None
+    ]
+    headers = (
+        "step", "devices", "fullest device", "$/hour", "$/million samples", "slower by",
+        "layers: replicas",
+    )  # fmt: skip
+    return grid(headers, rows)
+
+
+def _layout(one: Alternative) -> str:
+    """Text such as ``7: 2 x A100 | 5: 2 x V100``; the layers of a device's chunks are added."""
+    positions = len(one.stages) // one.num_model_chunks
+    chunks = f" in {one.num_model_chunks} chunks" if one.num_model_chunks > 1 else ""
+    return " | ".join(
+        f"{sum(len(stage.layers) for stage in one.stages[position::positions])}{chunks}: "
+        f"{_replicas(one.stages[position], {})}"
+        for position in range(positions)
+    )
+
+
+def _gain(plan: Plan, gain: Gain) -> str:
+    saved = 1.0 - gain.step_seconds / plan.predicted.step_seconds
+    effect = f"the step is {saved:.1%} shorter" if saved > 0 else "no faster plan was found"
+    return f"with {gain.num_devices} more {gain.device_type}: {effect}"
+
+
+def _what_grew(best: Alternative, other: Alternative) -> str:
+    """The term of the step that grows most from ``best`` to ``other``."""
+    before = group_terms(best.num_rounds, best.stages, best.num_model_chunks)
+    after = group_terms(other.num_rounds, other.stages, other.num_model_chunks)
+    if other is best or before is None or after is None:
+        return "-"
+    grown = {name: seconds - before[name] for name, seconds in after.items()}
+    most = max(grown, key=lambda name: grown[name])
+    if grown[most] <= 0.0:
+        return "-"
+    return f"{most} +{milliseconds(grown[most])}"
+
+
+def _price(dollars: float | None, form: str) -> str:
+    return "-" if dollars is None else format(dollars, form)
 
 
 def table_of(record: "Record") -> str:

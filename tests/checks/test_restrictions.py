@@ -10,7 +10,7 @@ from tests.checks.tampered import PROFILES, QUESTIONS, Answer, answer
 
 import hetflow
 from hetflow.cli.main import run
-from hetflow.formats.reports.plan_tables import plan_table
+from hetflow.formats.reports.tables import plan_table
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import from_json, to_json, write
 from hetflow.schema.plan import Plan, Restrictions, claim_of

@@ -68,7 +68,7 @@ def test_mixes_gain_while_devices_are_idle() -> None:
 
 
 def test_gavels_fifo_has_gavels_faults() -> None:
-    baselines = load("gavel_figures", "baselines.py")
+    baselines = load("gavel_figures", "gavel.py")
     models = tuple(
         ModelThroughput(model="m", scale_factor=scale, steps_per_second={"k80": 1.0, "v100": 3.0})
         for scale in (1, 2)

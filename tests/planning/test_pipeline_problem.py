@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import hetflow
-from hetflow.formats.reports.plan_tables import plan_table
+from hetflow.formats.reports.tables import plan_table
 from hetflow.planning.checks.profiled import pipeline_faults
 from hetflow.planning.links import links_of
 from hetflow.planning.pipeline_problem import layers_of_graph, pipeline_problem

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from hetflow.cli.main import app
 from hetflow.clusters.simulator.cases import Case, report, run_case
-from hetflow.formats.reports.gantt import device_groups, simulation_image
+from hetflow.formats.reports.plots import device_groups, simulation_image
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs

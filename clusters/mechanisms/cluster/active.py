@@ -6,8 +6,7 @@ import numpy as np
 
 from ....schema.jobs import Job
 from ....schema.simulation import JobOutcome
-from ..arrays import NOWHERE, Floats, Ints
-from .pool import ClusterPool
+from .pool import NOWHERE, ClusterPool, Floats, Ints
 
 _ROOM = 64  # places are added and given back by so many
 

@@ -8,11 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ....schema.errors import ProblemError
 from ....schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs, no_throughput
 from ....solvers.allocation.instance import UNCONSOLIDATED, mix_name
-from ..arrays import Floats, Ints
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+NOWHERE = -1
+"""The device type of a job that does not run."""
+
 
 Key = tuple[str, int]
 

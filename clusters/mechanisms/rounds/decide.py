@@ -18,8 +18,8 @@ import numpy as np
 
 from ....schema.errors import ProblemError
 from ..allocators import Allocator, Shares
-from ..arrays import NOWHERE, Bools, Floats, Ints
 from ..cluster.active import Active
+from ..cluster.pool import NOWHERE, Bools, Floats, Ints
 from ..cluster.seats import Device, Placement, Seat, Sizes, seat
 from .pairs import Chosen, PairShares, choose_combinations
 from .state import ANY_SHARE, RoundRules, RoundState

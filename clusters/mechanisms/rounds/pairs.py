@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arrays import Floats, Ints
 from ..cluster.active import Active
+from ..cluster.pool import Floats, Ints
 
 
 def _ints() -> Ints:

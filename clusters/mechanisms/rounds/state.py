@@ -9,10 +9,9 @@ import numpy as np
 
 from ....schema.errors import ProblemError
 from ....schema.jobs import Job
-from ..arrays import NOWHERE, Floats, Ints
 from ..cluster.active import Active
-from ..cluster.pool import ClusterPool
-from ..cluster.servers import Servers
+from ..cluster.pool import NOWHERE, ClusterPool, Floats, Ints
+from ..cluster.seats import Servers
 from .pairs import PairShares
 
 ANY_SHARE = 1e-300

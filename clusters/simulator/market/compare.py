@@ -8,9 +8,8 @@ from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.market import PolicyReplay, RentReport
 from ....solvers.market import policies as known
 from ....solvers.market.chain import Chain, chain_of, most_zones
-from ....solvers.market.dynamic_program import Programs, ticks_a_decision
+from ....solvers.market.dynamic_program import Programs, least_of_each, ticks_a_decision
 from ....solvers.market.job import RentJob, RentPolicy
-from ....solvers.market.offline import least_of_each
 from ....solvers.market.windows import Traces, Window, longer_ticks, windows_of
 from .replay import RentOutcome, replay
 

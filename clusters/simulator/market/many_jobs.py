@@ -32,8 +32,7 @@ from ....schema.simulation import JobOutcome
 from ....solvers.market.job import Held, Moment, RentJob
 from ....solvers.market.offers import Prices
 from ....solvers.market.policies import PLAIN
-from ...mechanisms.arrays import Bools, Floats, Ints
-from ...mechanisms.cluster.pool import ClusterPool
+from ...mechanisms.cluster.pool import Bools, ClusterPool, Floats, Ints
 from ..arrivals import Queue
 from ..metrics import Simulation
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.arrays import NOWHERE
+from hetflow.clusters.mechanisms.cluster.pool import NOWHERE
 from hetflow.clusters.mechanisms.rounds.decide import (
     NEVER_RAN,
     choose,

@@ -8,8 +8,14 @@ import pytest
 
 from hetflow.cli.main import run
 from hetflow.papers.piper.check import check, counted_seconds
-from hetflow.papers.piper.problem import SteadyPlan, SteadyProblem, SteadyStage
-from hetflow.papers.piper.read import read_layers, read_problem, read_tensor_layers
+from hetflow.papers.piper.problem import (
+    SteadyPlan,
+    SteadyProblem,
+    SteadyStage,
+    read_layers,
+    read_problem,
+    read_tensor_layers,
+)
 from hetflow.papers.piper.solve import solve
 from hetflow.schema.errors import FileError
 from hetflow.schema.files import from_json

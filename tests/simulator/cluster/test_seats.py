@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout, Placement, devices_down, seat
 from hetflow.clusters.simulator.cases import SCHEDULERS, Case, run_case
-from hetflow.clusters.simulator.metrics import Simulation
+from hetflow.clusters.simulator.metrics import Simulation, SpanBook
 from hetflow.clusters.simulator.rounds import Rounds
-from hetflow.clusters.simulator.span_book import SpanBook
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
 from hetflow.schema.simulation import Span

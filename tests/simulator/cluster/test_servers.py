@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.allocators import allocator_named
 from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
-from hetflow.clusters.mechanisms.cluster.servers import Servers
+from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout, Servers
 from hetflow.clusters.simulator.rounds import RoundOptions
 from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.schema.errors import HetflowError

@@ -17,9 +17,9 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Capacity
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
+from hetflow.solvers.market.dynamic_program import least_dollars
 from hetflow.solvers.market.grid import Modes
 from hetflow.solvers.market.job import Held, Moment, RentJob, RentPolicy, guarded
-from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.policies import NAMES, policy_of
 from hetflow.solvers.market.windows import Window, apart, windows_of
 from hetflow.tests.data import reference

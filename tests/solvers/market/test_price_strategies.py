@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.clusters.simulator.market.prices import compare, compare_from, strategy_replay
+from hetflow.clusters.simulator.market.replay import compare, compare_from, strategy_replay
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, StrategyReplay, utc_text
 from hetflow.solvers.market.job import RentJob

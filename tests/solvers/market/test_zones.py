@@ -17,8 +17,8 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
+from hetflow.solvers.market.dynamic_program import least_dollars
 from hetflow.solvers.market.job import Held, RentJob, RentPolicy
-from hetflow.solvers.market.offline import least_dollars
 from hetflow.solvers.market.policies import NAMES, policy_of
 from hetflow.solvers.market.windows import joined, traces_of
 from hetflow.tests.data import reference
