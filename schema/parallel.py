@@ -13,14 +13,13 @@ from .schedule_traits import DEFAULT_SCHEDULE, traits
 Recompute = Literal["none", "selective", "full"]
 """What a stage computes again in its backward passes: nothing, the cores of attention, or all."""
 CostRule = Literal["hetflow", "sailor"]
-"""How messages and updates are counted. ``hetflow``: a stage sends each microbatch's output and
-its input's gradient; its update time is the sum over its layers. ``sailor``: both as in Sailor's
+"""How messages and updates are counted. ``hetflow``: output and gradient of a microbatch go beside
+passes; a stage's update time is the sum over its layers. ``sailor``: both as in Sailor's
 simulator (docs/parallel.md)."""
 BoundaryRule = Literal["scattered", "whole", "blocking"]
 """What crosses a boundary between stages. ``scattered``: each device of a tensor-parallel group
-sends its part of the activation (scatter/gather, thesis 4.4.1), and a stage waits for its sends.
-``whole``: each device sends the whole activation. ``blocking``: as ``whole``, and a stage also
-waits for its receives."""
+sends its part of the activation (scatter/gather, thesis 4.4.1). ``whole``: each device sends the
+whole activation. ``blocking``: as ``whole``, and a stage waits for what it sends and receives."""
 
 
 @record
@@ -243,6 +242,11 @@ class ParallelProblem:
         for name, table in tables:
             if len(table) != size:
                 raise ProblemError(f"{name}: {len(table)} values for {size} layers; give one each")
+
+    @property
+    def hides_messages(self) -> bool:
+        """Whether messages between stages overlap with passes."""
+        return self.cost_rule == "hetflow" and self.boundary_rule != "blocking"
 
     @property
     def state_bytes_per_weight_byte(self) -> float:

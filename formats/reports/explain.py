@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from ...planning.schedules.closed_forms import one_f_one_b_seconds
 from ...planning.schedules.terms import StepTerms, step_terms
 from ...schema.errors import ProblemError
 from ...schema.estimate import Estimate
@@ -286,8 +287,7 @@ def _group_terms(plan: Plan) -> Iterator[Term]:
         yield Term("whole step", plan.predicted.step_seconds, note="its parts are not in the plan")
         return
     for name, seconds in found.items():
-        is_each = name in ("passes", "messages")
-        yield Term(name, seconds, plan.num_rounds if is_each else 1)
+        yield Term(name, seconds, plan.num_rounds if name == "passes" else 1)
 
 
 def group_terms(
@@ -295,8 +295,9 @@ def group_terms(
 ) -> dict[str, float] | None:
     """The terms of a step of tensor-parallel groups, in seconds (docs/parallel.md).
 
-    ``passes`` and ``messages`` are of all microbatches in the slowest stage. ``other stages`` are
-    of one microbatch in each of the others, before and after (the bubble of thesis 4.2.2).
+    ``passes`` are of all microbatches in the slowest stage. ``messages`` are what they add to the
+    step beside passes: of interleaved stages, all of the slowest one. ``other stages`` are of one
+    microbatch in each of the others, before and after (the bubble of thesis 4.2.2).
 
     Args:
         num_microbatches: Microbatches per pipeline (m).
@@ -312,13 +313,21 @@ def group_terms(
     reductions = [stage.reduce_seconds for stage in stages]
     if None in (*passes, *messages, *updates, *reductions):
         return None
-    both = [(own or 0.0) + (sent or 0.0) for own, sent in zip(passes, messages, strict=True)]
-    slowest = both.index(max(both))
-    positions = len(stages) // num_model_chunks
-    others = sum(both) - both[slowest] if num_model_chunks == 1 else (positions - 1) * both[slowest]
+    own, sent = [each or 0.0 for each in passes], [each or 0.0 for each in messages]
+    positions, shown = len(stages) // num_model_chunks, num_microbatches * num_model_chunks
+    both = [each + more for each, more in zip(own, sent, strict=True)]
+    slowest = both.index(max(both)) if num_model_chunks > 1 else own.index(max(own))
+    waits, others = shown * sent[slowest], (positions - 1) * both[slowest]
+    if num_model_chunks == 1:
+        links: list[float] = []  # a stage's messages are those of the link before it, and behind
+        for each in sent[:-1]:
+            links.append(max(0.0, each - sum(links[-1:])))
+        bare = one_f_one_b_seconds(own, [0.0] * len(links), num_microbatches)
+        waits = one_f_one_b_seconds(own, links, num_microbatches) - bare
+        others = sum(own) - own[slowest]
     return {
-        "passes": num_model_chunks * num_microbatches * (passes[slowest] or 0.0),
-        "messages": num_model_chunks * num_microbatches * (messages[slowest] or 0.0),
+        "passes": shown * own[slowest],
+        "messages": waits,
         "other stages": others,
         "update": _most_of_a_device(updates, positions),
         "all reduce": _most_of_a_device(reductions, positions),

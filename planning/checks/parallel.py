@@ -67,22 +67,45 @@ def _plan_faults(plan: Plan, problem: ParallelProblem) -> list[str]:
 def counted_step(plan: Plan, problem: ParallelProblem) -> float:
     """Seconds of a step of 1F1B, counted from the problem.
 
-    All stages once, the slowest stage m - 1 times more, then the slowest update and all-reduce.
+    Its passes and messages (``_passes_seconds``), then the slowest update and all-reduce.
     Interleaved 1F1B with v chunks on each of p positions: v m + p - 1 passes of the slowest chunk,
     then the slowest update and all-reduce of a position's chunks together.
     """
-    stages = [
-        _compute(plan, problem, number) + _transfer(plan, problem, number)
-        for number in range(len(plan.stages))
-    ]
     held = [_held_with(plan, number) for number in range(plan.num_positions)]
     update = max(sum(_update(plan, problem, number) for number in own) for own in held)
     reduce = max(sum(_reduce(plan, problem, number) for number in own) for own in held)
+    return _passes_seconds(plan, problem) + update + reduce
+
+
+def _stage_seconds(plan: Plan, problem: ParallelProblem, number: int) -> float:
+    """Seconds of a microbatch's passes, and of messages that count in a stage."""
+    is_hidden = problem.hides_messages and plan.num_model_chunks == 1
+    waits = 0.0 if is_hidden else _transfer(plan, problem, number)
+    return _compute(plan, problem, number) + waits
+
+
+def _passes_seconds(plan: Plan, problem: ParallelProblem) -> float:
+    """Seconds of all passes of a step, and of the messages that they wait for.
+
+    All stages and messages once, for the first microbatch. Then m - 1 more follow, which takes the
+    longest of three: the passes of any stage; the messages of any link; round trips from a stage.
+    With k microbatches in flight there each k take one trip, and the rest pass its slowest place.
+    Messages that are not hidden are a part of their stages.
+    """
+    m, stages = plan.num_rounds, range(len(plan.stages))
+    each = [_stage_seconds(plan, problem, number) for number in stages]
     if plan.num_model_chunks > 1:
-        passes = plan.num_model_chunks * plan.num_rounds + plan.num_positions - 1
-        return passes * max(stages) + update + reduce
-    again = max(stages) * (plan.num_rounds - 1)
-    return sum(stages) + again + update + reduce
+        return (plan.num_model_chunks * m + plan.num_positions - 1) * max(each)
+    if not problem.hides_messages:
+        return sum(each) + max(each) * (m - 1)
+    links = [_link_seconds(plan, problem, number) for number in stages[:-1]]
+    more = [(m - 1) * seconds for seconds in (*each, *links)]
+    for number in stages:
+        k = min(len(stages) - number, m)
+        trip = sum(each[number:]) + 2 * sum(links[number:])
+        left = (m - 1) % k
+        more.append((m - 1 - left) / k * trip + left * max([*each[number:], *links[number:]]))
+    return sum(each) + 2 * sum(links) + max(more)
 
 
 def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[float]:
@@ -332,13 +355,11 @@ def _bubble(plan: Plan, problem: ParallelProblem) -> float:
     """
     if plan.num_model_chunks > 1:
         return (plan.num_positions - 1) / (plan.num_model_chunks * plan.num_rounds)
-    stages = [
-        _compute(plan, problem, number) + _transfer(plan, problem, number)
-        for number in range(len(plan.stages))
-    ]
-    slowest = max(stages)
-    filling = sum(stages) - slowest
-    return filling / (plan.num_rounds * slowest) if slowest else 0.0
+    stages = range(len(plan.stages))
+    busy = plan.num_rounds * max(_stage_seconds(plan, problem, number) for number in stages)
+    if not busy or len(plan.stages) == 1:
+        return 0.0
+    return max(0.0, (_passes_seconds(plan, problem) - busy) / busy)
 
 
 def _proof_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
@@ -459,8 +480,7 @@ def _transfer(plan: Plan, problem: ParallelProblem, number: int) -> float:
         return 0.0
     output = gradient = 0.0
     if number < last:
-        sent = problem.output_bytes[_start(plan, number + 1) - 1] * size
-        output = _message(plan, problem, (number, number + 1), sent)
+        output = _link_seconds(plan, problem, number)
     if number > 0:
         start = _start(plan, number)
         own = start if problem.cost_rule == "sailor" else start - 1
@@ -471,6 +491,12 @@ def _transfer(plan: Plan, problem: ParallelProblem, number: int) -> float:
         if number == 0 and last >= 3:
             return 2 * output
     return output + gradient
+
+
+def _link_seconds(plan: Plan, problem: ParallelProblem, number: int) -> float:
+    """Seconds of a message from a stage to the next one."""
+    sent = problem.output_bytes[_start(plan, number + 1) - 1] * plan.microbatch_size
+    return _message(plan, problem, (number, number + 1), sent)
 
 
 def _message(plan: Plan, problem: ParallelProblem, stages: tuple[int, int], size: float) -> float:

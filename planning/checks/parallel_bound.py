@@ -1,8 +1,8 @@
 """Show that no plan with pipeline, tensor and data parallelism takes less than a bound.
 
 Plans are told apart by their microbatch size b and replicas d, and then by two times. T is that of
-their slowest stage, X that of its update and all-reduce, each alone and over its own devices'
-links. With m microbatches, and T and X above the lower ends of a cell, a step takes at least
+the slowest stage's passes, X that of its update and all-reduce, each alone and over its own
+devices' links. With m microbatches, T and X above the lower ends of a cell, a step takes at least
 
     (m - 1) T + X + sum over stages of (seconds + price of their devices) - price of the pool / d,
 
@@ -45,13 +45,13 @@ def is_proved(problem: ParallelProblem, bound: float, nodes: Sequence[PricedPlan
     """Whether the judge can show that no plan's step takes less than a bound.
 
     Args:
-        problem: The problem, under hetflow's own rule of costs.
+        problem: The problem, under hetflow's own rule of costs, where passes hide messages.
         bound: In seconds, to 1e-9.
         nodes: The certificate's, which say how to divide the work; the smallest problems need none.
     """
     below = bound * (1 - _NEAR)
     left = _Left(min(LEAST_WORK + WORK_OF_A_NODE * len(nodes), MOST_WORK))
-    if problem.cost_rule != "hetflow":
+    if not problem.hides_messages:
         return False
     searches = _searches(problem) if 1 in problem.num_model_chunks else ()
     of_search: dict[tuple[int, int], list[PricedPlans]] = {}
@@ -321,8 +321,13 @@ class _Search:
 
     @cached_property
     def seconds(self) -> Table:
-        """[options, start, end] of stages alone, over links as fast as their own."""
+        """[options, start, end] of stages with their messages, over links as fast as their own."""
         return np.array([o.compute + o.output[None, :] + o.output[:, None] for o in self.options])
+
+    @cached_property
+    def compute(self) -> Table:
+        """[options, start, end] of the passes of stages, which T is one of."""
+        return np.array([option.compute for option in self.options])
 
     @cached_property
     def exchange(self) -> Table:
@@ -549,7 +554,7 @@ class _Search:
     def levels(self) -> Table:
         """All times that single stages may take, which T is one of."""
         fits = self.in_flight >= 1
-        found: Table = np.unique(self.seconds[fits & np.isfinite(self.seconds)])
+        found: Table = np.unique(self.compute[fits & np.isfinite(self.compute)])
         return found
 
     def _snapped(self, cells: _Cells) -> _Cells:
@@ -588,7 +593,7 @@ class _Search:
             placed = behind[:, end]
             fits = in_flight[None, :, :end, end] >= np.minimum(placed + 1, self.m)[:, None, None]
             fits &= (placed < self.most_stages)[:, None, None]
-            fits &= self.seconds[None, :, :end, end] <= high * (1 + 1e-12)
+            fits &= self.compute[None, :, :end, end] <= high * (1 + 1e-12)
             fits &= self.exchange[None, :, :end, end] <= full * (1 + 1e-12)
             allowed[end] = fits
             fewer = np.where(fits.any(axis=1), placed[:, None] + 1, self.most_stages)
@@ -603,7 +608,7 @@ class _Search:
 
     def _tables(self, cell: _Cells) -> Table:
         """[stages behind, ends] of one cell, as ``_paths``, with the stages behind counted."""
-        is_short = self.seconds <= cell.high[0] * (1 + 1e-12)
+        is_short = self.compute <= cell.high[0] * (1 + 1e-12)
         is_short &= self.exchange <= cell.full[0] * (1 + 1e-12)
         priced = (cell.prices[0, self.pools] * self.degrees)[:, None, None]
         costs = np.where(is_short, self.seconds + priced, inf)
@@ -650,17 +655,17 @@ def _link_of_one(pool: ParallelPool) -> LinkCurve:
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """Stages from ``end`` on: what a step of them takes at least, and what they use.
+    """Stages from ``end`` on: what a step of them takes, and what they use.
 
-    ``pending`` is the first one's time without its gradient's message, which depends on the stage
-    before; ``total`` and ``slowest`` are of those behind. ``kinds`` are all of them.
+    ``trip`` is one microbatch's way there and back. Besides that, ``more`` is what the others take,
+    and ``slowest`` the longest stage or link. ``kinds`` are all stages.
     """
 
     end: int
     kinds: tuple[int, ...] = ()
+    trip: float = 0.0
+    more: float = 0.0
     slowest: float = 0.0
-    total: float = 0.0
-    pending: float = 0.0
     update: float = 0.0
     ring: float = 0.0
     price: float = 0.0
@@ -699,7 +704,7 @@ class _Stages:
         self._output = most(np.array([o.output for o in options]))
         fits = np.array([o.most_in_flight for o in options])
         self._fits = np.array([fits[list(kind.options)].min(axis=0) for kind in self._kinds])
-        self._is_in = most(search.seconds) <= cell.high * (1 + 1e-12)
+        self._is_in = self._compute <= cell.high * (1 + 1e-12)
         self._is_in &= most(search.exchange) <= cell.full * (1 + 1e-12)
         self._fits[~self._is_in] = 0.0
         self._unlike = [number for number, kind in enumerate(self._kinds) if kind.first]
@@ -772,26 +777,28 @@ class _Stages:
             after = label.kinds[0]
             message = np.maximum(self._output[:, end], self._output[after, end])
             message = np.maximum(message, self._crossing(after, end))
-        whole = label.pending + message  # of the stage behind
-        slowest, total = np.maximum(label.slowest, whole), label.total + whole
-        own = self._compute[:, :end, end] + message[:, None]
-        alone = own + self._output[:, :end]
-        most_fit, updates = self._with_unlike(min(placed + 1, m))
+        own, sent = self._compute[:, :end, end], message[:, None]
+        trip, k = label.trip + own + 2 * sent, min(placed + 1, m)
+        slowest = np.maximum(np.maximum(own, sent), label.slowest)
+        left = (m - 1) % k  # of the others, when each k have made a round trip
+        more = np.maximum((m - 1 - left) / k * trip + left * slowest, label.more)
+        more = np.maximum(more, (m - 1) * slowest)
+        most_fit, updates = self._with_unlike(k)
         update = np.maximum(label.update, updates[:, :end, end])
         ring = np.maximum(label.ring, self._ring[:, :end, end])
-        least = (m - 1) * np.maximum(np.maximum(slowest[:, None], alone), self._low)
-        least += total[:, None] + alone + np.maximum(update + ring, self._free)
+        least = np.maximum(more, (m - 1) * self._low) + trip + self._output[:, :end]
+        least += np.maximum(update + ring, self._free)
         priced = label.price + self._price
         worth = self._rest[placed + 1, :end] + priced[:, None] - self._worth
         worth[:, 0] = np.maximum(worth[:, 0], 0.0)  # nothing is left to be priced
-        fits = most_fit[:, :end, end] >= min(placed + 1, m)
+        fits = most_fit[:, :end, end] >= k
         fits &= has_room[:, None] & (least + worth < self._below)
         if placed + 1 >= search.most_stages:
             fits[:, 1:] = False
         for kind, start in np.argwhere(fits).tolist():
             yield _Label(
-                start, (kind, *label.kinds), float(slowest[kind]), float(total[kind]),
-                float(own[kind, start]), float(update[kind, start]), float(ring[kind, start]),
+                start, (kind, *label.kinds), float(trip[kind, start]), float(more[kind, start]),
+                float(slowest[kind, start]), float(update[kind, start]), float(ring[kind, start]),
                 float(priced[kind]),
             )  # fmt: skip
 
@@ -839,7 +846,7 @@ def _kinds_of(search: _Search) -> Iterator[_Kind]:
 def _is_new(label: _Label, known: dict[Any, list[Any]]) -> bool:
     """Whether no label with the same left to decide is as good; notes this one."""
     key = (label.end, label.kinds[0], tuple(sorted(label.kinds)))
-    mine = (label.slowest, label.pending, label.total + label.pending, label.update, label.ring)
+    mine = (label.trip, label.more, label.slowest, label.update, label.ring)
     others = known.setdefault(key, [])
     if any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in others):
         return False

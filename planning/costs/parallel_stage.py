@@ -79,27 +79,6 @@ def transfer_seconds(
     return output_seconds + gradient_seconds
 
 
-def step_seconds(
-    num_microbatches: int,
-    stage_seconds: list[float],
-    update_seconds: list[float],
-    reduce_seconds: list[float],
-) -> float:
-    """Seconds of a step of 1F1B with unlike stages.
-
-    The sum of all stages, (m - 1) times the slowest stage, the longest update and the longest
-    all-reduce. This generalises equation 4.1: p equal stages take (m + p - 1)(t_f + t_b).
-
-    Args:
-        num_microbatches: m of each pipeline.
-        stage_seconds: [stages] compute and messages of one microbatch.
-        update_seconds: [stages] optimizer update; the longest counts.
-        reduce_seconds: [stages] all-reduce of the gradients; the longest counts.
-    """
-    slowest = (num_microbatches - 1) * max(stage_seconds)
-    return slowest + sum(stage_seconds) + max(update_seconds) + max(reduce_seconds)
-
-
 def interleaved_step_seconds(
     num_microbatches: int,
     pipeline_parallel_size: int,

@@ -7,6 +7,9 @@ device. Stages, microbatches and versions are counted from 0. Sources: Narayanan
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
 
 
 def in_flight(replicas: Sequence[int], stage: int) -> int:
@@ -21,6 +24,66 @@ def in_flight(replicas: Sequence[int], stage: int) -> int:
         stage: The stage, from 0.
     """
     return -(-sum(replicas[stage:]) // replicas[stage])
+
+
+class LastStages(NamedTuple):
+    """The stages of a 1F1B pipeline from some stage on, in seconds; also arrays of alternatives."""
+
+    step_seconds: Any = 0.0
+    """What the passes and messages of a step take, as if the pipeline began here."""
+    trip_seconds: Any = 0.0
+    """What one microbatch takes there and back, alone."""
+    slowest_seconds: Any = 0.0
+    """The longest stage of one microbatch, or message."""
+
+
+def one_f_one_b_from(
+    behind: LastStages,
+    own_seconds: Any,
+    message_seconds: Any,
+    num_in_flight: int,
+    num_microbatches: int,
+) -> LastStages:
+    """Put a stage before the last stages of a pipeline under 1F1B, whose passes hide messages.
+
+    The first microbatch goes there and back. m - 1 more follow: each takes the passes of the stage,
+    or a message on its link. Or, as no more than k are in flight, each k of them take a round trip.
+    The longest of these chains, on any stage, is the step. Where messages take no time this is
+    the sum of all stages and m - 1 times the slowest: equation 4.1, if stages are equal.
+
+    Args:
+        behind: The stages behind it; ``LastStages()`` for none.
+        own_seconds: The passes of a microbatch on the stage.
+        message_seconds: One message to the next stage; the one back takes as long.
+        num_in_flight: k, the stages from this one on; at most m.
+        num_microbatches: m.
+    """
+    trips, rest = divmod(num_microbatches - 1, num_in_flight)
+    both = 2 * message_seconds
+    trip = behind.trip_seconds + both + own_seconds
+    slowest = np.maximum(behind.slowest_seconds, np.maximum(own_seconds, message_seconds))
+    longest = (num_microbatches - 1) * np.maximum(own_seconds, message_seconds)
+    more = np.maximum(longest, trips * trip + rest * slowest)
+    through = behind.step_seconds + both + own_seconds
+    return LastStages(np.maximum(through, trip + more), trip, slowest)
+
+
+def one_f_one_b_seconds(
+    stage_seconds: Sequence[float], message_seconds: Sequence[float], num_microbatches: int
+) -> float:
+    """The passes and messages of a step of 1F1B, as ``one_f_one_b_from`` counts them.
+
+    Args:
+        stage_seconds: [stages] passes of one microbatch.
+        message_seconds: [stages - 1] of one message to the next stage.
+        num_microbatches: m of the pipeline.
+    """
+    found, p = LastStages(), len(stage_seconds)
+    for number in reversed(range(p)):
+        message = message_seconds[number] if number + 1 < p else 0.0
+        in_flight = min(p - number, num_microbatches)
+        found = one_f_one_b_from(found, stage_seconds[number], message, in_flight, num_microbatches)
+    return float(found.step_seconds)
 
 
 def interleaved_warmup(

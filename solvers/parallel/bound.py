@@ -1,12 +1,13 @@
 """Lower bounds on the step of plans of one microbatch size and number of replicas.
 
-The slowest stage's time T and the longest update with its all-reduce X are capped. Under caps, what
-is left is to cover the layers by stages that take few seconds in all and few devices of each type.
-A price on each type makes that a shortest path over cuts (Lagrange); how replicas are dealt is
-relaxed, so that a stage of two types costs at least the cheaper one for every replica. The best
-prices are those of the linear program whose columns are the paths that were found (column
-generation). A region of caps is low_T < T <= high_T and low_X <= X <= high_X. In it a step takes at
-least (m - 1) low_T + low_X + S(high_T, high_X), for S the shortest path less the pool's worth.
+The slowest stage's time T and the longest update with its all-reduce X are capped. T is of passes
+alone where these hide messages. Under caps, what is left is to cover the layers by stages that take
+few seconds in all and few devices of each type. A price on each type makes that a shortest path
+over cuts (Lagrange); how replicas are dealt is relaxed, so that a stage of two types costs at least
+the cheaper one for every replica. The best prices are those of the linear program whose columns are
+the paths that were found (column generation). A region of caps is low_T < T <= high_T and
+low_X <= X <= high_X. In it a step takes at least (m - 1) low_T + low_X + S(high_T, high_X), for S
+the shortest path less the pool's worth.
 """
 
 from collections.abc import Sequence
@@ -54,12 +55,14 @@ def first_by_memory(space: OptionSpace, in_flight: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)
-def stage_levels(space: OptionSpace) -> np.ndarray | None:
-    """All times that ``stage_seconds`` gives to stages that fit; None for very many layers."""
+def stage_levels(space: OptionSpace, hides_messages: bool) -> np.ndarray | None:
+    """All T of stages that fit; None for very many layers."""
     if len(space.least_seconds) > _MOST_LAYERS_FOR_LEVELS:
         return None
     found = [
-        stage_seconds(option)[fitting_with(space.options, space.unlike, number, 1)]
+        stage_seconds(option, hides_messages=hides_messages)[
+            fitting_with(space.options, space.unlike, number, 1)
+        ]
         for number, option in enumerate(space.options)
     ]
     return np.unique(np.concatenate(found)) if found else np.zeros(0)
@@ -77,16 +80,24 @@ def price_rows(pools: tuple[ParallelPool, ...]) -> np.ndarray:
 
 
 @lru_cache(maxsize=128)
-def stage_seconds(option: StageOption) -> np.ndarray:
+def stage_seconds(option: StageOption, *, hides_messages: bool = False) -> np.ndarray:
     """What stages take at least [start, end]; infinite where the stage is empty.
 
-    Messages are counted as if the neighbours' links were as fast.
+    Messages that are not hidden are counted as if the neighbours' links were as fast.
     """
     sums, sent, back = _times(option)
+    sent, back = (0.0 * sent, 0.0 * back) if hides_messages else (sent, back)
     places = np.arange(len(sums))
     whole = sums[None, :] - sums[:, None] + sent[None, :] + back[:, None]
     stages: np.ndarray = np.where(places[None, :] > places[:, None], whole, inf)
     return stages
+
+
+@lru_cache(maxsize=8)
+def _alone(space: OptionSpace, numbers: tuple[int, ...], *, hides_messages: bool) -> np.ndarray:
+    """T of stages of these options [options, start, end]; one table for all numbers of replicas."""
+    options = [space.options[number] for number in numbers]
+    return np.array([stage_seconds(each, hides_messages=hides_messages) for each in options])
 
 
 def _times(option: StageOption) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -174,6 +185,7 @@ class Relaxation:
     _sums: np.ndarray = field(init=False)
     after: np.ndarray = field(init=False)
     before: np.ndarray = field(init=False)
+    alone: np.ndarray = field(init=False)
     _exchange: np.ndarray | None = None
     _columns: list[_Column] = field(default_factory=list)
     _found: list[Path] = field(default_factory=list)
@@ -193,6 +205,8 @@ class Relaxation:
         self._sums = np.array([sums for sums, _, _ in times])
         self.after = np.array([sums + sent for sums, sent, _ in times])
         self.before = np.array([back - sums for sums, _, back in times])
+        hides = self.problem.hides_messages
+        self.alone = _alone(self.space, tuple(self.numbers), hides_messages=hides)
 
     @property
     def size(self) -> int:
@@ -247,7 +261,7 @@ class Relaxation:
         known, places = np.unique(np.array(caps), return_inverse=True)
         size, ends = self.size, np.arange(self.size)
         found = np.full((len(known), len(self.numbers), size), size)
-        taken = self.exchange() if is_exchange else self.after[:, None, :] + self.before[:, :, None]
+        taken = self.exchange() if is_exchange else self.alone
         taken = np.where(ends[None, :] > ends[:, None], taken, inf)
         for number, cap in enumerate(known):
             self.effort.check()
@@ -262,8 +276,7 @@ class Relaxation:
             by_caps = np.where(ends > 0, 0, size)[None, :].repeat(len(self.numbers), axis=0)
         else:
             allowed = ends[None, :] > ends[:, None]
-            seconds = self.after[:, None, :] + self.before[:, :, None]
-            allowed = allowed & (seconds <= cap_seconds * _SLACK)
+            allowed = allowed & (self.alone <= cap_seconds * _SLACK)
             if cap_exchange < inf and cap_exchange < self.exchange().max(initial=0.0):
                 allowed &= self.exchange() <= cap_exchange * _SLACK
             by_caps = np.where(allowed.any(axis=1), allowed.argmax(axis=1), size)
@@ -390,7 +403,7 @@ class Relaxation:
 
     def _snapped(self, low: float, high: float) -> tuple[float, float]:
         """The least and the greatest time of a stage within these caps; they cross where none."""
-        levels = stage_levels(self.space)
+        levels = stage_levels(self.space, self.problem.hides_messages)
         if levels is None:
             return low, high
         first = int(np.searchsorted(levels, low / _SLACK))
@@ -459,8 +472,8 @@ class Relaxation:
             costs = costs + tables[placed + 1, :end]
             costs[np.arange(end)[None, :] < firsts[placed][:, end, None]] = inf
             option, start = divmod(int(costs.argmin()), end)
-            own = float(self.after[option, end] + self.before[option, start])
-            slowest, seconds = max(slowest, own), seconds + own
+            slowest = max(slowest, float(self.alone[option, start, end]))
+            seconds += float(self.after[option, end] + self.before[option, start])
             devices[self.pools[option]] += self.degrees[option]
             path.append((option, start, end))
             end, placed = start, placed + 1
@@ -652,7 +665,8 @@ class _Grid:
                 paths[row].append((relaxation.numbers[option], start, int(ends[row])))
             option, start = chosen[each, ends], starts[each, ends]
             own = np.where(on, relaxation.after[option, ends] + relaxation.before[option, start], 0)
-            seconds, slowest = seconds + own, np.maximum(slowest, own)
+            seconds += own
+            slowest = np.maximum(slowest, np.where(on, relaxation.alone[option, start, ends], 0.0))
             exchange = np.maximum(exchange, np.where(on, table[option, start, ends], 0.0))
             devices[each, relaxation.pools[option]] += np.where(on, relaxation.degrees[option], 0.0)
             ends = np.where(on, start, 0)

@@ -14,6 +14,7 @@ from math import inf
 import numpy as np
 
 from ...planning.costs.parallel_stage import gather_ratio
+from ...planning.schedules.closed_forms import LastStages, one_f_one_b_from
 from .bound import CappedRegion, Relaxation, price_rows
 from .counts import UndecidedError, deal_to_places
 from .space import unlike_shares
@@ -50,7 +51,7 @@ class _Arcs:
     """Seconds that the region's bound rises by at least."""
 
 
-_VALUES = ("slowest", "total", "pending", "update", "reduce")
+_VALUES = ("step", "total", "slowest", "pending", "update", "reduce")
 
 
 class Labels:
@@ -154,7 +155,6 @@ class Labels:
             "end": np.array([relaxation.size - 1]),
             "kind": np.array([-1]),
             "use": np.zeros((1, self._use.shape[1]), dtype=np.int32),
-            "sent": np.zeros(1),
             "parent": np.array([-1]),
             "mix": np.array([-1]),
         }
@@ -268,33 +268,42 @@ class Labels:
             crossing = self._crossing[np.maximum(before, 0), kind, end]
             back, sent = np.maximum(back, crossing), np.maximum(sent, crossing)
         back, sent = np.where(is_root, 0.0, back), np.where(is_root, 0.0, sent)
-        # The stage placed last is known whole now: Sailor counts the last one's gradient twice.
-        times = 2.0 if self._sailor and placed == 1 else 1.0
-        last = labels["pending"][one] + labels["sent"][one] + times * back
-        values = {
-            "slowest": np.maximum(labels["slowest"][one], last),
-            "total": labels["total"][one] + last,
-            "pending": arcs.compute[arc],
+        own_back, is_whole = self._back[kind, start], start == 0
+        behind = {name: labels[name][one] for name in ("step", "total", "slowest", "pending")}
+        if self._relaxation.problem.hides_messages:
+            last = LastStages(behind["step"], behind["total"], behind["slowest"])
+            in_flight = min(placed + 1, self._m)
+            whole = one_f_one_b_from(last, arcs.compute[arc], sent, in_flight, self._m)
+            now = dict(zip(("step", "total", "slowest"), whole, strict=True))
+            now["pending"], steps = behind["pending"], whole.step_seconds
+            rising = steps + own_back
+        else:
+            # Sailor counts the last stage's gradient, and the first one's output, twice.
+            again = np.where(self._sailor & is_whole & (placed + 1 > 3), sent, 0.0)
+            back = (2.0 if self._sailor and placed == 1 else 1.0) * back
+            now = _waited_for(behind, arcs.compute[arc] + sent, back)
+            slowest, pending = now["slowest"], now["pending"]
+            steps = now["total"] + again + (self._m - 1) * np.maximum(slowest, pending + again)
+            rising = now["total"] + own_back
+            rising += (self._m - 1) * np.maximum(slowest, pending + own_back)
+        values = now | {
             "update": np.maximum(labels["update"][one], arcs.update[arc]),
             "reduce": np.maximum(labels["reduce"][one], arcs.reduce[arc]),
-            "sent": sent,
             "kind": kind,
             "end": start,
             "price": labels["price"][one] + arcs.price[arc],
             "parent": recorded + one,
             "mix": arcs.mix[arc],
         }
-        own = values["pending"] + sent + self._back[kind, start]
-        slowest = np.maximum(values["slowest"], own)
         region, exchange = self.region, values["update"] + values["reduce"]
-        rest = values["total"] + own + values["price"] + self._rest[placed + 1][start]
-        fixed = (self._m - 1) * np.maximum(slowest, region.low_seconds)
-        fixed += np.maximum(exchange, region.low_exchange)
-        values["base"] = fixed + rest - self._budget
-        values["bound"] = np.maximum(values["base"], fixed + slowest)
-        values["bound"] = np.maximum(values["bound"], region.least_seconds)
-        is_whole = start == 0
-        found = self._finished(values, is_whole, labels, one, placed, limit)
+        low = (self._m - 1) * region.low_seconds
+        rising = np.maximum(rising, values["total"] + own_back + low)
+        rising += np.maximum(exchange, region.low_exchange)
+        rest = values["price"] + self._rest[placed + 1][start]
+        values["base"] = rising + rest - self._budget
+        values["bound"] = np.maximum(values["base"], region.least_seconds)
+        values["bound"] = np.maximum(values["bound"], steps + exchange)
+        found = self._finished(values, steps + exchange, is_whole, labels, one, limit)
         limit = found[-1][0] if found else limit
         keep = ~is_whole & (values["bound"] < limit)
         if placed + 1 >= len(self._open) or not keep.any():
@@ -311,10 +320,10 @@ class Labels:
     def _finished(
         self,
         values: dict[str, np.ndarray],
+        steps: np.ndarray,
         is_whole: np.ndarray,
         labels: dict[str, np.ndarray],
         one: np.ndarray,
-        placed: int,
         limit: float,
     ) -> list[tuple[float, Stages]]:
         """The fastest whole plan under the limit whose replicas can be dealt."""
@@ -322,12 +331,7 @@ class Labels:
         whole = np.flatnonzero(is_whole & (values["bound"] < limit))
         if not len(whole):
             return found
-        times = 2.0 if self._sailor and placed + 1 > 3 else 1.0
-        own = values["pending"][whole] + times * values["sent"][whole]
-        steps = (
-            (self._m - 1) * np.maximum(values["slowest"][whole], own)
-            + values["total"][whole] + own + values["update"][whole] + values["reduce"][whole]
-        )  # fmt: skip
+        steps = steps[whole]
         for place in np.argsort(steps, kind="stable"):
             if steps[place] >= limit:
                 break
@@ -401,9 +405,7 @@ class Labels:
             option = self._options[o]
             own = self._sums[o, end] - self._sums[o, :end]
             compute[o] = np.where(option.fits_before(end, in_flight), own, inf)
-        # What each takes with its own messages is what the region's caps are on.
-        longest = compute + self._own_back[:, :end]
-        longest += 0.0 if is_last else self._own_sent[:, end, None]
+        longest = self._with_messages(compute, slice(None), end)  # what the region's caps are on
         first, second = self._pairs[..., 0], self._pairs[..., 1]
         each = np.maximum(compute[first], compute[second])  # [kinds, variants, starts]
         best = each.argmin(axis=1)
@@ -427,6 +429,14 @@ class Labels:
         arcs = (kind, start, mix, price, own, update + gathers, reduce, extra)
         is_open = extra < inf
         return _Arcs(*(each[is_open] for each in arcs))
+
+    def _with_messages(self, own: np.ndarray, options: "list[int] | slice", end: int) -> np.ndarray:
+        """T of stages [options, starts], with their own messages where passes do not hide these."""
+        if self._relaxation.problem.hides_messages:
+            return own
+        sent = 0.0 if end == self._relaxation.size - 1 else self._own_sent[options, end, None]
+        longest: np.ndarray = own + self._own_back[options, :end] + sent
+        return longest
 
     def _unlike_arcs(
         self,
@@ -457,10 +467,7 @@ class Labels:
                 stages = np.s_[:end, end]
                 fits, *shares = unlike_shares(options[0], options[1], count, stages, in_flight)
                 own = self._sums[both, end, None] - self._sums[both, :end]
-                alone = own + self._own_back[both, :end]
-                alone += (
-                    0.0 if end == self._relaxation.size - 1 else self._own_sent[both, end, None]
-                )
+                alone = self._with_messages(own, both, end)
                 fits &= (alone.max(axis=0) <= region.high_seconds * _SLACK)[:, None]
                 times = [o.times_equal(s.T, stages).T for o, s in zip(options, shares, strict=True)]
                 update = np.max(updates[both][:, :, None] * np.array(times), axis=0)
@@ -477,6 +484,21 @@ class Labels:
                 )  # fmt: skip
 
 
+def _waited_for(
+    behind: dict[str, np.ndarray], pending: np.ndarray, back: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Labels with a stage before them whose messages nothing hides.
+
+    ``pending`` is the first stage without its gradient, which the stage before it decides.
+    """
+    return {
+        "step": behind["step"],
+        "total": behind["total"] + back + pending,
+        "slowest": np.maximum(behind["slowest"], behind["pending"] + back),
+        "pending": pending,
+    }
+
+
 def _undominated(labels: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The labels that no other, with the same left to decide, is at least as good as."""
     number = len(labels["bound"])
@@ -487,8 +509,7 @@ def _undominated(labels: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     ).astype(np.int64)
     weights = np.random.default_rng(0).integers(1, 1 << 62, keys.shape[1])
     hashed = (keys * weights).sum(axis=1)
-    pending = labels["pending"] + labels["sent"]
-    whole = labels["total"] + pending
+    whole, values = labels["total"], [labels[name] for name in _VALUES]
     order = np.lexsort((labels["slowest"], whole, hashed))
     keep = np.ones(number, dtype=bool)
     # Each is compared with the first of its group, again and again with the first that is left.
@@ -498,7 +519,7 @@ def _undominated(labels: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         first = np.maximum.accumulate(np.where(np.append(False, same), 0, np.arange(len(left))))
         best = left[first]
         worse = (best != left) & (keys[best] == keys[left]).all(axis=1)
-        for each in (labels["slowest"], pending, whole, labels["update"], labels["reduce"]):
+        for each in values:
             worse &= each[best] <= each[left]
         if not worse.any():
             break

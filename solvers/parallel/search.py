@@ -8,7 +8,8 @@ from math import inf
 
 import numpy as np
 
-from ...planning.costs.parallel_stage import gather_ratio, step_seconds, transfer_seconds
+from ...planning.costs.parallel_stage import gather_ratio, transfer_seconds
+from ...planning.schedules.closed_forms import one_f_one_b_seconds
 from ...schema.parallel import ParallelProblem
 from ..effort import DEFAULT, Effort
 from .bound import Path, Relaxation
@@ -194,15 +195,13 @@ class ReplicaSearch:
         Also where its replicas cannot be dealt within the pool.
         """
         options, p = self.space.options, len(stages)
-        boundaries = [
-            [options[o] for o in (*before[2], *after[2])] for before, after in pairwise(stages)
-        ]
-        ends = [end for _, end, *_ in stages]
         between = self.space.between
-        crossing = [
-            0.0 if between is None else float(between[np.ix_(before[2], after[2])][..., end].max())
-            for end, (before, after) in zip(ends, pairwise(stages), strict=False)
-        ]
+        outputs, gradients = [], [0.0]
+        for (_, end, before, _), (_, _, after, _) in pairwise(stages):
+            both = [options[o] for o in (*before, *after)]
+            crossing = 0.0 if between is None else between[np.ix_(before, after)][..., end].max()
+            outputs.append(max(float(crossing), *(o.output_seconds[end] for o in both)))
+            gradients.append(max(float(crossing), *(o.gradient_seconds[end] for o in both)))
         chosen = []
         for number, (start, end, mix, first) in enumerate(stages):
             own = [options[o] for o in mix]
@@ -210,26 +209,6 @@ class ReplicaSearch:
             if first:
                 in_flight = min(p - number, self.num_microbatches)
                 shares = unlike_of(self.space, mix, first, (start, end), in_flight)
-            is_first, is_last = number == 0, number == p - 1
-            transfer = transfer_seconds(
-                self.problem.cost_rule,
-                output_seconds=(
-                    0.0
-                    if is_last
-                    else max(crossing[number], *(o.output_seconds[end] for o in boundaries[number]))
-                ),
-                gradient_seconds=(
-                    0.0
-                    if is_first
-                    else max(
-                        crossing[number - 1],
-                        *(o.gradient_seconds[start] for o in boundaries[number - 1]),
-                    )
-                ),
-                is_first=is_first,
-                is_last=is_last,
-                num_stages=p,
-            )
             reduce = self._rings.of_mix(self.space, mix, start, end)
             chosen.append(
                 StageChoice(
@@ -237,18 +216,30 @@ class ReplicaSearch:
                     end=end,
                     mix=mix,
                     compute_seconds=max(o.seconds[end] - o.seconds[start] for o in own),
-                    transfer_seconds=transfer,
+                    transfer_seconds=transfer_seconds(
+                        self.problem.cost_rule,
+                        output_seconds=[*outputs, 0.0][number],
+                        gradient_seconds=gradients[number],
+                        is_first=number == 0,
+                        is_last=number == p - 1,
+                        num_stages=p,
+                    ),
                     reduce_seconds=reduce,
                     update_seconds=self._update(start, end, mix, shares, reduce),
                     shares=shares,
                 )
             )
-        total = step_seconds(
+        waits = 0.0 if self.problem.hides_messages else 1.0
+        passes = one_f_one_b_seconds(
+            [one.compute_seconds + waits * one.transfer_seconds for one in chosen],
+            [(1.0 - waits) * seconds for seconds in outputs],
             self.num_microbatches,
-            [one.compute_seconds + one.transfer_seconds for one in chosen],
-            [one.update_seconds for one in chosen],
-            [one.reduce_seconds for one in chosen],
         )
+        ends = [
+            max(one.update_seconds for one in chosen),
+            max(one.reduce_seconds for one in chosen),
+        ]
+        total = passes + sum(ends)
         if total >= below:
             return None
         groups = [

@@ -1,8 +1,8 @@
 """Plan pipeline, tensor and data parallelism together, on unlike devices.
 
 The thesis (4.1) leaves this search as future work and picks degrees by rules of thumb. Here it is
-exact over a stated space. The step is that of 1F1B with unlike stages
-(planning/costs/parallel_stage.py), equation 4.1 where stages are equal. Interleaved pipelines are
+exact over a stated space. The step is that of 1F1B with unlike stages, whose passes hide messages
+(``one_f_one_b_from``), equation 4.1 where stages are equal. Interleaved pipelines are
 searched apart (interleaved.py).
 """
 
@@ -376,15 +376,18 @@ def _sharding_hint(problem: ParallelProblem) -> str:
 
 
 def _plan(problem: ParallelProblem, found: FoundPlan, bound: float) -> Plan:
-    each = [choice.compute_seconds + choice.transfer_seconds for choice in found.stages]
-    filling = max(0.0, sum(each) - max(each))  # and draining the pipeline
+    waits = 0.0 if problem.hides_messages else 1.0
+    slowest = max(one.compute_seconds + waits * one.transfer_seconds for one in found.stages)
+    updated = max(one.update_seconds for one in found.stages)
+    passes = found.step_seconds - updated - max(one.reduce_seconds for one in found.stages)
     stages = tuple(
         _stage(problem, found, choice, len(found.stages) - number)
         for number, choice in enumerate(found.stages)
     )
-    bubble = filling / (found.num_microbatches * max(each)) if max(each) else 0.0
+    busy = found.num_microbatches * slowest
+    bubble = passes / busy - 1 if busy and len(stages) > 1 else 0.0  # to fill and drain it
     return _of_stages(
-        problem, stages, found.space.microbatch_size, found.step_seconds, bound, bubble
+        problem, stages, found.space.microbatch_size, found.step_seconds, bound, max(0.0, bubble)
     )
 
 

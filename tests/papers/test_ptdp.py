@@ -12,9 +12,9 @@ from hetflow.planning.costs.parallel_stage import (
     bubble_fraction,
     bucketed_ring_seconds,
     interleaved_step_seconds,
-    step_seconds,
     transfer_seconds,
 )
+from hetflow.planning.schedules.closed_forms import one_f_one_b_seconds
 from hetflow.planning.schedules.registry import generate
 from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import ProblemError
@@ -178,7 +178,7 @@ def test_checkpoints_of_a_stage() -> None:
 def test_equation_4_1_is_the_step_of_equal_stages() -> None:
     p, m, forward, backward = 4, 8, 0.5, 1.0
     closed = parallel.batch_seconds(m, p, forward, backward)
-    assert step_seconds(m, [forward + backward] * p, [0.0], [0.0]) == closed
+    assert one_f_one_b_seconds([forward + backward] * p, [0.0] * (p - 1), m) == closed
     assert closed == (8 + 4 - 1) * 1.5
 
 

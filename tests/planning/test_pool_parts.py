@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, islice, product
+from itertools import combinations, islice, pairwise, product
 from math import gcd, inf
 
 import pytest
@@ -323,14 +323,21 @@ def best_on(
                 if not holds(stages, d, {name: sum(widths[name]) for name in "AB"}):
                     continue
                 own = [n * max(seconds[t] for t in ts) for n, ts in zip(cuts, stages, strict=True)]
-                for place in range(len(cuts) - 1):
-                    message = late + 40_000 / link(stages[place] | stages[place + 1])
-                    own[place] += message
-                    own[place + 1] += message
+                links = [late + 40_000 / link(a | b) for a, b in pairwise(stages)]
                 rings = [reduce(ts, n, d) for n, ts in zip(cuts, stages, strict=True)]
-                step = (m - 1) * max(own) + sum(own) + max(rings) + 0.001 * max(cuts) / 3
+                step = passes(own, links, m) + max(rings) + 0.001 * max(cuts) / 3
                 least = min(least, step)
     return least
+
+
+def passes(own: list[float], links: list[float], m: int) -> float:
+    """Seconds of m microbatches in stages of so many each, with messages beside passes."""
+    most = (m - 1) * max(*own, *links) if links else (m - 1) * own[0]
+    for first in range(len(own)):
+        trips, rest = divmod(m - 1, min(len(own) - first, m))
+        trip = sum(own[first:]) + 2 * sum(links[first:])
+        most = max(most, trips * trip + rest * max([*own[first:], *links[first:]]))
+    return sum(own) + 2 * sum(links) + most
 
 
 def holds(stages: Sequence[set[str]], d: int, number: dict[str, int]) -> bool:

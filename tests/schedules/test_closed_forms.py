@@ -1,13 +1,20 @@
 """The timer against the closed forms of thesis 4.2.2 and table 7.1, exactly."""
 
+import random
 from itertools import product
+from statistics import mean
 
 import pytest
 
 from hetflow.planning.checks.schedule import validate
-from hetflow.planning.schedules.closed_forms import in_flight, interleaved_warmup
+from hetflow.planning.schedules.closed_forms import (
+    in_flight,
+    interleaved_warmup,
+    one_f_one_b_seconds,
+)
 from hetflow.planning.schedules.counting import peak_in_flight, peak_weight_versions
 from hetflow.planning.schedules.registry import generate
+from hetflow.planning.schedules.replay import StepStage, flush_step_seconds
 from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.operations import PASSES
 from hetflow.tests.schedules import bubbles
@@ -25,6 +32,48 @@ def test_default_bubble(name: str, p: int, m: int) -> None:
         assert timing.makespan_seconds == m * (forward + backward) * (1 + bubble)
         for idle, busy in zip(timing.idle_seconds, timing.busy_seconds, strict=True):
             assert idle == busy * bubble
+
+
+def timed(stages: list[float], messages: list[float], m: int) -> float:
+    """A step of stages whose backward passes take twice as long as their forward passes."""
+    both = zip(stages, [*messages, 0.0], strict=True)
+    each = tuple(StepStage(1, own / 3, 2 * own / 3, message, 0.0, 0.0) for own, message in both)
+    return flush_step_seconds("1f1b", each, m)
+
+
+@pytest.mark.parametrize(
+    ("stages", "messages", "m", "seconds"),
+    [
+        ([3.0] * 4, [0.0] * 3, 8, 33.0),  # equation 4.1
+        ([3.0, 3.0], [3.0], 5, 36.0),  # no more than two in flight: three round trips of 12
+        ([3.0, 6.0], [1.0], 5, 35.0),  # the slow stage hides the messages of all but the first
+        ([6.0, 6.0], [9.0], 2, 39.0),  # the second message waits for the first one
+        ([3.0], [], 7, 21.0),
+    ],
+)
+def test_messages_beside_passes(
+    stages: list[float], messages: list[float], m: int, seconds: float
+) -> None:
+    assert one_f_one_b_seconds(stages, messages, m) == seconds
+    assert timed(stages, messages, m) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("unlike", "message", "most", "furthest"), [(0, 0.1, 0.01, 0.06), (0.15, 0.1, 0.015, 0.08)]
+)
+def test_drawn_pipelines_whose_messages_are_hidden(
+    unlike: float, message: float, most: float, furthest: float
+) -> None:
+    """Of stages alike to a share, and messages that are another one of their passes."""
+    draw, apart = random.Random(1), []
+    for _ in range(200):
+        p, m = draw.randint(2, 8), draw.choice((2, 4, 8, 16, 32, 64))
+        stages = [draw.uniform(1 - unlike, 1 + unlike) for _ in range(p)]
+        messages = [draw.uniform(0, 2 * message) for _ in range(p - 1)]
+        counted = one_f_one_b_seconds(stages, messages, m)
+        apart.append(abs(counted / timed(stages, messages, m) - 1))
+    assert mean(apart) < most
+    assert max(apart) < furthest
 
 
 @pytest.mark.parametrize(

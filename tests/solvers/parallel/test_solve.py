@@ -125,7 +125,7 @@ def test_unlike_replicas_share_the_state_by_memory(problem: ParallelProblem) -> 
     plan = solve(problem)
     verdict = check(plan, problem)
     assert verdict == []
-    assert verdict.bound == ("replayed" if problem.cost_rule == "hetflow" else "stated")
+    assert verdict.bound == ("replayed" if problem.hides_messages else "stated")
     assert plan.predicted.step_seconds == pytest.approx(expected, rel=1e-9)
     priced = plan.proof.certificate
     assert isinstance(priced, ParallelCertificate)
