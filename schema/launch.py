@@ -16,7 +16,7 @@ from .operations import Kind
 from .optimizer import OptimizerState
 from .options import option, options
 from .plan import EmulatedDevice
-from .records import Bytes, Count, Index, Name, Seconds, record
+from .records import Bytes, Count, Index, Name, Ratio, Seconds, record
 from .schedule_traits import ScheduleTraits, traits
 
 Determinism = Literal["none", "static", "elastic", "heterogeneous"]
@@ -37,7 +37,8 @@ class WorkerSlot:
     ``device`` is the device that the plan assigned: its index among the devices of its type,
     counted host by host. None accepts any device of the type. ``state_share_bytes`` are the weights
     whose states it keeps; None: all, or in a pipeline as many as others of its stage.
-    ``activations`` are those of repeated layers; None keeps them.
+    ``activations`` are those of repeated layers; None keeps them. ``memory_bytes`` is what the plan
+    fills of the device; None if it does not say.
     """
 
     rank: Index
@@ -46,6 +47,7 @@ class WorkerSlot:
     device: Index | None = None
     state_share_bytes: Bytes | None = None
     activations: Activations | None = None
+    memory_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         if not self.virtual_nodes:
@@ -168,7 +170,8 @@ class LaunchConfig:
     ``optimizer`` is the one whose state the plan counted; workers check that the script uses it.
     ``predicted_step_seconds`` is the plan's; None where the workers are not the plan's any more.
     ``shard`` is what the workers share of the states, in proportion to ``state_share_bytes``;
-    ``redundancy`` is how many others keep each share too.
+    ``redundancy`` is how many others keep each share too, and ``copied_ratio`` the memory of such a
+    copy for each of its weights' bytes.
     """
 
     schema: Literal["hetflow.launch/1"] = "hetflow.launch/1"
@@ -183,6 +186,7 @@ class LaunchConfig:
     predicted_step_seconds: Seconds | None = None
     shard: Shard | None = None
     redundancy: Index = 0
+    copied_ratio: Ratio | None = None
 
     def __post_init__(self) -> None:
         if self.redundancy > int(self.shard is not None):

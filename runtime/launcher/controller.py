@@ -106,7 +106,7 @@ def plan_commands(request: LaunchRequest) -> list[WorkerCommand]:
     except TargetError as error:
         _log.warning(f"{error.message}: shown as on a machine that has all of them")
         seats = imagined_seats(slots, request.config)
-    check_memory(request.plan, slots, request.config)
+    check_memory(slots, request.config)
     return commands_of(request, seats, meeting)
 
 
@@ -131,7 +131,7 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
     if request.rendezvous is None:
         check_idle(request.folder)
         seat_workers(request.config.workers, request.config)
-        check_memory(request.plan, request.config.workers, request.config)
+        check_memory(request.config.workers, request.config)
     with Signals(ends_process=request.ends_process) as signals:
         record, failure = _train(request, signals, warn)
         if failure is not None:
@@ -232,7 +232,7 @@ class _Run:
         self._fence.close_behind(request.timeout_seconds, self._watch, self._warn)
         slots, meeting = hosts.join(self._watch)
         seats = seat_workers(slots, request.config)
-        check_memory(request.plan, slots, request.config)
+        check_memory(slots, request.config)
         environment = os.environ | pins(request.config.determinism)
         for remark in remarks(slots, request.config, environment):
             self._warn(remark)

@@ -15,7 +15,6 @@ from ...devices.precision import emulated_bfloat16, mixed_tf32
 from ...schema.errors import HetflowError, TargetError
 from ...schema.launch import LaunchConfig, WorkerSlot
 from ...schema.options import option
-from ...schema.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def seat_workers(
     return seats
 
 
-def check_memory(plan: Plan, slots: Sequence[WorkerSlot], config: LaunchConfig) -> None:
+def check_memory(slots: Sequence[WorkerSlot], config: LaunchConfig) -> None:
     """Refuse devices with less memory than a plan fills on their type: other cards share its name.
 
     Where shares are kept twice, a neighbour's copy counts too.
@@ -125,16 +124,11 @@ def check_memory(plan: Plan, slots: Sequence[WorkerSlot], config: LaunchConfig) 
         TargetError: A device of this machine holds less.
     """
     needed: dict[str, int] = {}
-    groups = [group for stage in plan.stages for group in stage.replicas]
-    for group in groups:
-        most = max(needed.get(group.device_type, 0), group.memory_bytes or 0)
-        needed[group.device_type] = most
-    ratio = plan.stages[0].copied_ratio or 0.0 if config.redundancy else 0.0
-    held = [group.memory_bytes or 0 for group in groups for _ in range(group.num_devices)]
-    for slot, memory in zip(config.workers, held, strict=True) if ratio else ():
+    ratio = config.copied_ratio or 0.0 if config.redundancy else 0.0
+    for slot in config.workers:
         kept = sum(config.workers[rank].state_share_bytes or 0 for rank in config.kept(slot.rank))
         copies = kept - (slot.state_share_bytes or 0)
-        most = max(needed.get(slot.device_type, 0), memory + ceil(ratio * copies))
+        most = max(needed.get(slot.device_type, 0), (slot.memory_bytes or 0) + ceil(ratio * copies))
         needed[slot.device_type] = most
     bases = {slot.device_type: base_type(slot.device_type, config) for slot in slots}
     local = devices_of_types(set(bases.values()))

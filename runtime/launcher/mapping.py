@@ -55,12 +55,26 @@ def spread(
     alike = set(types) <= known.keys()
     costs = [known[name] if alike else 1.0 for name in types]
     cuts = _runs([node.batch_size for node in nodes], costs)
+    filled = _filled_bytes(config)
     workers, at = [], 0
     for rank, (name, number) in enumerate(zip(types, cuts, strict=True)):
         run = tuple(nodes[at : at + number])
-        workers.append(WorkerSlot(rank=rank, device_type=name, virtual_nodes=run))
+        memory = max(filled[node.index] for node in run) or None
+        workers.append(
+            WorkerSlot(rank=rank, device_type=name, virtual_nodes=run, memory_bytes=memory)
+        )
         at += number
     return replace(config, predicted_step_seconds=None, workers=tuple(workers))
+
+
+def _filled_bytes(config: LaunchConfig) -> dict[int, int]:
+    """Virtual node -> what the worker that runs it fills of its device; 0 if that is not known.
+
+    A worker's passes follow each other in the same memory, of much the same bytes on every type.
+    """
+    return {
+        node.index: slot.memory_bytes or 0 for slot in config.workers for node in slot.virtual_nodes
+    }
 
 
 def _runs(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
@@ -117,7 +131,7 @@ def without(config: LaunchConfig, ranks: Iterable[int]) -> LaunchConfig:
     """
     lost = set(ranks)
     left = [slot for slot in config.workers if slot.rank not in lost]
-    held = {slot.rank: list(slot.virtual_nodes) for slot in left}
+    held, filled = {slot.rank: list(slot.virtual_nodes) for slot in left}, _filled_bytes(config)
     weight = {slot.rank: sum(node.batch_size for node in slot.virtual_nodes) for slot in left}
     load = dict(weight)
     for slot in config.workers:
@@ -131,12 +145,12 @@ def without(config: LaunchConfig, ranks: Iterable[int]) -> LaunchConfig:
             held[least.rank].append(node)
             load[least.rank] += node.batch_size
     workers = tuple(
-        WorkerSlot(
+        replace(
+            slot,
             rank=rank,
-            device_type=slot.device_type,
+            device=None,
             virtual_nodes=tuple(sorted(held[slot.rank], key=lambda node: node.index)),
-            state_share_bytes=slot.state_share_bytes,
-            activations=slot.activations,
+            memory_bytes=max(filled[node.index] for node in held[slot.rank]) or None,
         )
         for rank, slot in enumerate(left)
     )

@@ -30,6 +30,7 @@ from ...schema.launch import LaunchConfig, ResizeAnswer, ResizeRequest, WorkerSl
 from ...schema.run import Generation, GenerationKind, GenerationWorker
 from ..protocol import handover
 from ..protocol.control import CURRENT, FOLDER, LOCK, REQUEST, answer_to
+from .devices import check_memory
 from .failures import Failure, first_cause, silence
 from .hosts import Hosts, SeveralHosts
 from .mapping import devices_of
@@ -361,6 +362,7 @@ class Supervisor(ABC):
                 raise ProblemError(
                     "a resize is in progress already", hint="ask again when it is done"
                 )
+            check_memory(request.config.workers, request.config)
             self._change_to(request.config, path)
         except HetflowError as error:
             answer = ResizeAnswer(status="refused", detail=error.message, hint=error.hint)

@@ -98,8 +98,9 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
                 device_type=name,
                 virtual_nodes=nodes,
                 device=device,
-                state_share_bytes=groups[rank].state_share_bytes,
-                activations=groups[rank].activations,
+                state_share_bytes=groups[rank][-1].state_share_bytes,
+                activations=groups[rank][-1].activations,
+                memory_bytes=max(group.memory_bytes or 0 for group in groups[rank]) or None,
             )
             for rank, ((name, device), nodes) in enumerate(workers)
         ),
@@ -108,6 +109,7 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
         determinism=determinism,
         pipeline=work,
         shard=plan.shard,
+        copied_ratio=plan.stages[0].copied_ratio,
         optimizer=plan.optimizer,
         predicted_step_seconds=plan.predicted.step_seconds,
     )
@@ -255,13 +257,16 @@ def _states_devices(plan: Plan) -> bool:
     return all(g.first_device is not None for stage in plan.stages for g in stage.replicas)
 
 
-def _groups_of(plan: Plan, ranks_of_stages: Sequence[tuple[int, ...]]) -> dict[int, ReplicaGroup]:
-    """Rank -> the replicas that it is one of; with several stages on it, those of the last."""
-    found: dict[int, ReplicaGroup] = {}
+def _groups_of(
+    plan: Plan, ranks_of_stages: Sequence[tuple[int, ...]]
+) -> dict[int, list[ReplicaGroup]]:
+    """Rank -> of each stage on it, the replicas that it is one of."""
+    found: dict[int, list[ReplicaGroup]] = {}
     for stage, ranks in zip(plan.stages, ranks_of_stages, strict=True):
         held = [group for group in stage.replicas for _ in range(group.num_devices)]
         # A stage of both directions has one replica, and a rank in each.
-        found.update(zip(ranks, held * (len(ranks) // len(held)), strict=True))
+        for rank, group in zip(ranks, held * (len(ranks) // len(held)), strict=True):
+            found.setdefault(rank, []).append(group)
     return found
 
 

@@ -97,10 +97,10 @@ def test_a_split_for_a_larger_card_of_the_name_is_refused_on_each_host(
     plan = hetflow.solve([v100("V100", 32, 24)], "2xV100", batch_size=48)
     config = lower(plan)
     host.append(LARGE)
-    check_memory(plan, config.workers, config)
+    check_memory(config.workers, config)
     host[0] = SMALL
     with pytest.raises(TargetError, match="fills 25,769,803,776 bytes on each V100") as refused:
-        check_memory(plan, config.workers, config)
+        check_memory(config.workers, config)
     assert "V100-16GB" in str(refused.value.hint)
 
 
@@ -118,11 +118,11 @@ def test_a_copy_of_a_neighbours_share_must_fit_too(host: list[LocalDevice]) -> N
     config = lower(plan)
     twice = replace(config, redundancy=1)
     host[:] = [replace(LARGE, memory_bytes=16 << 30)]
-    check_memory(plan, config.workers, twice)
+    check_memory(config.workers, twice)
     host[:] = [replace(LARGE, memory_bytes=(16 << 30) - 1)]
-    check_memory(plan, config.workers, config)
+    check_memory(config.workers, config)
     with pytest.raises(TargetError, match="fills 17,179,869,184 bytes on each V100 with"):
-        check_memory(plan, config.workers, twice)
+        check_memory(config.workers, twice)
 
 
 def test_two_memories_of_one_name_are_two_types(host: list[LocalDevice]) -> None:
@@ -132,11 +132,11 @@ def test_two_memories_of_one_name_are_two_types(host: list[LocalDevice]) -> None
     host.append(SMALL)
     assert inventory(config) == {"V100": 1}
     slots = [slot for slot in config.workers if slot.device_type == "V100"]
-    check_memory(plan, slots, config)
+    check_memory(slots, config)
     host[0] = LARGE
     assert inventory(config) == {"V100-32GB": 2}
     slots = [slot for slot in config.workers if slot.device_type != "V100"]
-    check_memory(plan, slots, config)
+    check_memory(slots, config)
     assert [seat.device for seat in seat_workers(slots, config)] == ["cuda:0", "cuda:1"]
     (request,) = parse_requests(["V100-32GB"], host)
     assert (request.device_type, request.local) == ("V100-32GB", LARGE)

@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hetflow.schema import files
 from hetflow.schema.run import RunRecord
 from hetflow.tests.handmade import two_stages
 from hetflow.tests.launcher.elastic_runs import plan_of, wait_until
+from hetflow.tests.plan_parts import with_replicas
 from hetflow.tests.testing.hosts import GpuHost, Host, software_host
 
 from .test_launch import SCRIPT, launch, told
@@ -44,17 +46,24 @@ def steps(folder: Path) -> list[tuple[int, int, int]]:
 
 
 def test_a_resize_to_another_type_keeps_the_training(gpus: GpuHost) -> None:
+    """One to a type without the memory is refused, and the job goes on."""
     host = gpus(2, 1)
     first, second = host.types
     folder = host.folder / "a"
     folder.mkdir()
     files.write(folder / "plan.json", plan_of([4, 4], [first, first]))
-    files.write(folder / "next.json", plan_of([8], [second]))
+    other = plan_of([8], [second])
+    files.write(folder / "next.json", other)
+    large = replace(other, stages=(with_replicas(other.stages[0], memory_bytes=1 << 45),))
+    files.write(folder / "large.json", large)
     words = ["launch", "-o", folder / "run", folder / "plan.json", SCRIPT, folder, "6", "0.2", ""]
     process = host.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     wait_until(lambda: process.poll() is not None or any(s == 2 for s, _, _ in steps(folder)))
+    refused = host.run("resize", folder / "run", "--plan", folder / "large.json")
     resized = host.run("resize", folder / "run", "--plan", folder / "next.json")
     _, said = process.communicate(timeout=150)
+    assert refused.returncode == 2
+    assert f"the plan fills {1 << 45:,} bytes on each {second}, and this" in refused.stderr
     assert resized.returncode == 0, resized.stderr + said
     assert process.returncode == 0, said
     assert {workers for _, _, workers in steps(folder)} == {1, 2}

@@ -85,6 +85,18 @@ def test_a_spread_keeps_every_virtual_node_and_the_slowest_device_is_fast(
         assert own == pytest.approx(best)
 
 
+def test_a_mapping_fills_what_those_who_ran_its_virtual_nodes_fill() -> None:
+    plain = config_of(("a", (8, 8)), ("b", (4,)))
+    filled = zip(plain.workers, (80, 40), strict=True)
+    config = replace(
+        plain, workers=tuple(replace(slot, memory_bytes=size) for slot, size in filled)
+    )
+    found = [slot.memory_bytes for slot in spread(config, ["c", "c", "c"]).workers]
+    assert found == [80, 80, 40]
+    assert [slot.memory_bytes for slot in without(config, [0]).workers] == [80]
+    assert [slot.memory_bytes for slot in spread(plain, ["c"]).workers] == [None]
+
+
 @given(configs, st.data())
 def test_the_others_keep_their_own_and_take_what_the_lost_had(
     config: LaunchConfig, data: st.DataObject
