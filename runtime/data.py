@@ -134,6 +134,14 @@ class Pass:
     is_full: bool
 
 
+def passes_of(
+    cuts: Sequence[tuple[int, int]], local: Sequence[int], *, is_full: bool
+) -> tuple[Pass, ...]:
+    """The passes of a worker's virtual nodes, by the (start, end) of each one's samples."""
+    sizes = ((node, cuts[node][1] - cuts[node][0]) for node in local)
+    return tuple(Pass(node, size, is_full) for node, size in sizes if size > 0)
+
+
 class Loop(Protocol):
     """Lets a loop of the script's own run passes; see rounds.py."""
 
@@ -335,7 +343,8 @@ def epoch_order(
         return list(range(len(sampler)))
     if _is_plain_shuffle(sampler):
         generator = generator_of(seed, "order", epoch)
-        order: list[int] = torch.randperm(_length(loader.dataset), generator=generator).tolist()
+        number = len(loader.dataset)  # type: ignore[arg-type]
+        order: list[int] = torch.randperm(number, generator=generator).tolist()
         return order
     seed_host_streams(seed, "sampler", epoch)
     return broadcast([int(index) for index in sampler])
@@ -358,10 +367,6 @@ def _is_plain_shuffle(sampler: object) -> bool:
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
     )
-
-
-def _length(dataset: Any) -> int:
-    return len(dataset)
 
 
 # Start data-loading workers, and replace one that does not start.
@@ -602,15 +607,10 @@ class PassSampler(Sampler[list[Key]]):
         num_samples = end - begin
         cuts, keys = self._cuts(num_samples), self._keys()
         is_full = num_samples == self.global_batch_size or not self._is_planned
-        passes = tuple(
-            Pass(node, cuts[node][1] - cuts[node][0], is_full)
-            for node in self._local
-            if cuts[node][1] > cuts[node][0]
-        )
         return BatchCut(
             num_samples,
             is_full,
-            passes,
+            passes_of(cuts, self._local, is_full=is_full),
             lambda ranges: [keys(begin + start, begin + end) for start, end in ranges],
         )
 
@@ -731,6 +731,11 @@ def _record(item: Any, stream: Stream) -> None:
         return holder
 
     _map_tensors(item, mark, mark)
+
+
+def called(function: Callable[..., Any], inputs: Any) -> Any:
+    """A script's function of a collated batch: its parts are the arguments where there are some."""
+    return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
 
 
 def to_device(item: Any, device: torch.device) -> Any:

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from ..schema import files
 from ..schema.errors import FileError, HetflowError, TargetError
 from ..schema.files import to_json
+from ..schema.run import DeviceRun
 from .error_origin import explained
 from .group import Place, complete
 from .group import leave as leave_group
@@ -28,7 +28,7 @@ from .protocol.handover import STOPPED_EXIT_CODE
 from .protocol.messages import Finished
 from .protocol.record import WorkerReport, assemble, parse_report
 from .session import Session
-from .worker import ScriptRun, fail_at_exit
+from .worker import ScriptRun, fail_at_exit, leave_now
 
 _STARTED = time.monotonic()
 
@@ -82,9 +82,7 @@ def say_errors_in_one_line() -> None:
 
 def _leave_with_code() -> None:
     if ScriptEnd.code is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(ScriptEnd.code)
+        leave_now(ScriptEnd.code)
 
 
 def _end(job: Ending) -> None:
@@ -95,17 +93,12 @@ def _end(job: Ending) -> None:
             job.finish(whole=False)
         except BaseException as error:
             # Raised from here, it would be printed and the exit code would be 0.
-            code = fail_at_exit(error)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            leave_now(fail_at_exit(error))
     elif ScriptEnd.code is not None:
         _leave_with_code()
     elif job.world_size > 1 and not ScriptRun.active:
         # Collectives in flight would keep the interpreter alive until their time limit.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        leave_now(1)
 
 
 def meet_all(session: Session, run: Callable[[Callable[[], None]], None]) -> None:
@@ -189,27 +182,22 @@ def _report_of(session: Session, digest: str | None, *, at_rest: bool = True) ->
     loss = float("nan") if session.last_loss is None or not at_rest else float(session.last_loss)
     assert place.slot is not None
     return WorkerReport(
-        rank=place.rank,
-        device_type=place.slot.device_type,
-        host=socket.gethostname(),
-        num_samples=num_samples,
-        num_steps=num_steps,
-        pass_seconds=timings.passes,
-        compute_seconds=timings.compute,
-        sync_seconds=timings.sync,
-        update_seconds=timings.update,
-        step_seconds=timings.step,
-        step_seconds_spread=timings.spread,
-        peak_memory_bytes=peak_memory_bytes(place.device),
+        device=DeviceRun(
+            rank=place.rank,
+            device_type=place.slot.device_type,
+            host=socket.gethostname(),
+            num_samples=num_samples,
+            num_steps=num_steps,
+            predicted_compute_seconds=None,
+            peak_memory_bytes=peak_memory_bytes(place.device),
+            reference_seconds=reference_seconds(place.device) if at_rest else None,
+            **timings._asdict(),
+        ),
         final_loss=loss if abs(loss) < float("inf") else None,
         parameters_digest=digest,
         emulated_passes=holder.num_passes if holder else 0,
         emulated_overruns=holder.num_overruns if holder else 0,
         worst_overrun_seconds=holder.worst_overrun_seconds if holder else 0.0,
-        backend=dist.get_backend() if dist.is_initialized() else None,
-        terms=timings.terms,
-        stages=timings.stages,
-        reference_seconds=reference_seconds(place.device) if at_rest else None,
     )
 
 

@@ -23,7 +23,7 @@ from .data import Batch, check_in_order, check_loader, has_index
 from .engine import Answer, LossFunction, Runner, Step, StepEngine
 from .epoch import Epoch, Epochs, IndexReader
 from .measurements import StepTimes
-from .outputs import PREDICTION_EPOCH, PredictedOutputs
+from .outputs import PREDICTION_EPOCH, PredictedOutputs, evaluating
 from .promise.promise import Promise
 from .promise.trial import ReturnForm
 from .protocol.environment import tell_first_step
@@ -38,13 +38,6 @@ from .unplanned import HINT, has_gone_back
 
 class Job:
     """One worker of a training job, made by ``prepare``.
-
-    Attributes:
-        rank: Rank of this worker, 0 to ``world_size`` - 1.
-        world_size: Number of workers.
-        is_main: Whether this worker prints, logs and saves.
-        device: Where this worker runs its passes.
-        num_steps: Global steps so far.
 
     Example:
         >>> import hetflow, torch
@@ -141,7 +134,7 @@ class Job:
         predicted = None if config is None else config.predicted_step_seconds
         known = {
             "loss": None if session.last_loss is None else float(session.last_loss),
-            "step_seconds/measured": session.clock.timings(wait=False).step,
+            "step_seconds/measured": session.clock.timings(wait=False).step_seconds,
             "step_seconds/predicted": predicted,
         }
         if config is not None and config.pipeline is None:
@@ -571,18 +564,14 @@ class Job:
                 does not fit, to its host. Move inputs to the device of the model's parameters.
                 Then parts of the model can be called too, and parameters can be read.
         """
-        model, engine = self._session.model, self._engine
-        training, self._session.has_evaluated = model.training, True
+        engine, self._session.has_evaluated = self._engine, True
         if self._join_for_model():
             self._merge_buffers()
             if whole:
                 engine.gather()
-        model.eval()
-        try:
-            with torch.no_grad(), engine.whole_model() if whole else engine.evaluating():
-                yield model
-        finally:
-            model.train(training)
+        calls = engine.whole_model() if whole else engine.evaluating()
+        with evaluating(self._session.model, calls) as model:
+            yield model
 
     def predict(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import exp, lgamma, log
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -243,29 +243,22 @@ MAX_STEPS_KEPT = 20_000
 _HARVESTED_AT_ONCE = 16  # steps of a device: reading their marks one by one takes longer
 
 
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Medians over full steps after the warm-up, in seconds; None where nothing was measured.
+class Timings(NamedTuple):
+    """Medians over full steps after the warm-up, as a ``DeviceRun`` names them.
 
-    Attributes:
-        passes: One pass: forward and backward of a virtual node.
-        compute: From the step's begin to the end of this worker's last pass.
-        sync: From then until gradients are the mean over all workers.
-        update: From then until the script asks for the next batch.
-        step: The whole step.
-        spread: Interquartile range of the step time.
-        terms: The terms of a predicted step, as measured (runtime/measurements.py).
-        stages: The passes of each pipeline stage, as measured.
+    ``compute_seconds`` lasts from the step's begin to the end of this worker's last pass. From
+    then ``sync_seconds`` pass until gradients are the mean over all workers. From then
+    ``update_seconds`` pass until the script asks for the next batch. None: nothing was measured.
     """
 
-    passes: float | None
-    compute: float | None
-    sync: float | None
-    update: float | None
-    step: float | None
-    spread: float | None
-    terms: MeasuredTerms | None = None
-    stages: tuple[StageRun, ...] = ()
+    pass_seconds: float | None
+    compute_seconds: float | None
+    sync_seconds: float | None
+    update_seconds: float | None
+    step_seconds: float | None
+    step_seconds_spread: float | None
+    terms: MeasuredTerms | None
+    stages: tuple[StageRun, ...]
 
 
 @dataclass(slots=True)
@@ -372,16 +365,14 @@ class StepClock:
         times = self._ended(wait=wait)
         # Drop at most half of the steps, so that a short run keeps some.
         times = times[min(WARMUP_STEPS, len(times) // 2) :]
-        if not times:
-            return Timings(None, None, None, None, None, None)
         steps = [entry.ended for entry in times]
         return Timings(
-            passes=_median([seconds for entry in times for seconds in entry.pass_seconds]),
-            compute=_median([entry.computed for entry in times]),
-            sync=_median([entry.sync_seconds for entry in times]),
-            update=_median([entry.update_seconds for entry in times]),
-            step=_median(steps),
-            spread=_interquartile_range(steps),
+            pass_seconds=_median([each for entry in times for each in entry.pass_seconds]),
+            compute_seconds=_median([entry.computed for entry in times]),
+            sync_seconds=_median([entry.sync_seconds for entry in times]),
+            update_seconds=_median([entry.update_seconds for entry in times]),
+            step_seconds=_median(steps),
+            step_seconds_spread=_interquartile_range(steps),
             terms=step_terms(times),
             stages=stage_runs(times),
         )

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..devices.collectives import wire_device
 from ..schema.errors import TargetError
 from . import peers
 from .buffers import VirtualNodeBuffers
-from .data import PassSampler, feed, to_device
+from .data import PassSampler, called, feed, to_device
 from .engine import Runner
 from .group import Place
 from .session import Session
@@ -124,6 +124,18 @@ PREDICTION_EPOCH = -1
 _LEAVES = -1  # in place of a step: a worker has left its loop over the outputs
 
 
+@contextmanager
+def evaluating(model: nn.Module, calls: AbstractContextManager[None]) -> Iterator[nn.Module]:
+    """Enter a model in evaluation mode, without gradients, with a context for its calls."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), calls:
+            yield model
+    finally:
+        model.train(training)
+
+
 class PredictedOutputs:
     """One call of ``job.predict``: iterate it once, on all workers.
 
@@ -213,7 +225,8 @@ class PredictedOutputs:
         own = {key: output for key, output in self._own.items() if key[0] == step}
         self._own = own
         shares = share_out(num_samples, sampler.batch_sizes)
-        with self._evaluating():
+        calls = self._together[0]() if self._together else nullcontext()
+        with evaluating(session.model, calls):
             for item in passes:
                 inputs, key = next(self._source), (step, item.virtual_node)
                 if key not in own:  # else it was computed before another worker was lost
@@ -234,22 +247,9 @@ class PredictedOutputs:
             on_all=self._on_all,
         )
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        model = self._session.model
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), self._together[0]() if self._together else nullcontext():
-                yield
-        finally:
-            model.train(training)
-
     def _run(self, step: int, node: int, inputs: Any) -> Message:
         seed_streams(self._session.seed, "predict", step, node)
-        many = isinstance(inputs, tuple | list)
-        answer = self._function(*inputs) if many else self._function(inputs)
-        return message_of(answer)
+        return message_of(called(self._function, inputs))
 
 
 # The loss of a whole batch's outputs, in two passes (gradient caching, Gao et al. 2021).
@@ -312,8 +312,7 @@ class OutputsOfBatch:
             TargetError: The function returned no scalar loss, or one without a gradient.
         """
         outputs = tree_unflatten(self._leaves, self._spec)
-        many = isinstance(outputs, tuple | list)
-        loss, weight = loss_and_weight(over_batch(*outputs) if many else over_batch(outputs))
+        loss, weight = loss_and_weight(called(over_batch, outputs))
         if weight is not None:
             raise TargetError("the loss over a whole batch has no weight: return the loss alone")
         check_has_graph(loss)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from ..schema.options import option
-from .data import PLAIN, Batch, Loop, Pass, feed, other_size, rows_of, to_device
+from .data import PLAIN, Batch, Loop, Pass, feed, other_size, passes_of, rows_of, to_device
 from .log import log
 from .session import Session
 from .streams import seed_streams
@@ -148,11 +148,7 @@ class StreamReader:
     def _passes(self, num_samples: int) -> tuple[Pass, ...]:
         sizes, cuts = self._session.batch_sizes, self._cuts(num_samples)
         is_full = not sizes or num_samples == sum(sizes)
-        return tuple(
-            Pass(node, cuts[node][1] - cuts[node][0], is_full)
-            for node in self._session.local_nodes
-            if cuts[node][1] > cuts[node][0]
-        )
+        return passes_of(cuts, self._session.local_nodes, is_full=is_full)
 
     def _feed(self, num_samples: int) -> Iterator[Any]:
         item, cuts = self._item, self._cuts(num_samples)

@@ -231,12 +231,17 @@ def _print(error: BaseException) -> None:
     traceback.print_exception(type(error), error, frames or error.__traceback__)
 
 
+def leave_now(code: int) -> NoReturn:
+    """End this process at once, with all that was printed, and without what runs at its end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _leave(code: list[int], worker: int) -> None:
     """The last exit function, also of processes that the script forked from the worker's."""
     if code[0]:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code[0])
+        leave_now(code[0])
     path = os.environ.get(FAILURE)
     if path and os.getpid() == worker:
         touch(left_path(Path(path)))

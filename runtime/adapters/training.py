@@ -309,7 +309,7 @@ class Training:
     @property
     def measured_step_seconds(self) -> float | None:
         """The median of full steps so far, without waiting for the device; None before any."""
-        return self._clock.timings(wait=False).step
+        return self._clock.timings(wait=False).step_seconds
 
     # Data
 

@@ -20,7 +20,7 @@ from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
 from ...schema.operations import Kind, Operation
 from ..agreement.agreement import SharedTensors, leaves_of, nodes_of
-from ..data import Pass
+from ..data import Pass, called
 from ..digest import InPieces, digest_of_pieces
 from ..engine import LossFunction, Step
 from ..gradients import ScriptHooks
@@ -274,8 +274,7 @@ class SpreadModel:
         """
         self._run_stage = run
         try:
-            whole = isinstance(inputs, tuple | list)
-            answer = function(*inputs) if whole else function(inputs)
+            answer = called(function, inputs)
         except StageDone:
             return None
         finally:

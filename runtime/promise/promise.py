@@ -42,11 +42,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...devices.backend import backend_of, is_out_of_memory
 from ...schema.errors import TargetError
-from ..data import Batch, Pass
+from ..data import Batch, Pass, called
 from ..streams import streams_kept
 from ..totals import LateValues, loss_and_weight
 from ..virtual_nodes import slices
-from .trial import Cut, LossTrial, ReturnForm, called, cut_of, has_rows, ranges_of
+from .trial import Cut, LossTrial, ReturnForm, cut_of, has_rows, ranges_of
 
 _MOST_SAMPLES = 16  # called together: a third of targets ignored is then seen almost surely
 _MOST_TRIES = 5

@@ -87,11 +87,6 @@ def ranges_of(cut: Cut) -> list[tuple[int, int]]:
     return [(0, sum(cut)), *pairwise([0, *accumulate(cut)])]
 
 
-def called(function: Callable[..., Any], inputs: Any) -> Any:
-    """The function's answer to a collated batch."""
-    return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
-
-
 def has_rows(leaf: Any, num_samples: int) -> bool:
     """Whether it is a tensor with a row for each sample."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == num_samples

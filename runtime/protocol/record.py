@@ -8,14 +8,12 @@ from typing import Any, Literal
 from ...devices.emulated import is_emulated
 from ...schema.launch import LaunchConfig
 from ...schema.plan import Plan
-from ...schema.records import Bytes, Index, Name, Seconds, adapter_of, record
+from ...schema.records import Index, Seconds, adapter_of, record
 from ...schema.run import (
     DeviceRun,
     Generation,
-    MeasuredTerms,
     RunEvent,
     RunRecord,
-    StageRun,
     TermComparison,
 )
 from .lower import lower
@@ -181,29 +179,14 @@ Status = Literal["done", "failed", "interrupted"]
 
 @record
 class WorkerReport:
-    """The measurements of one worker. Times are medians over full steps after the warm-up."""
+    """The measurements of one worker: its part of the run record, and what concerns the whole."""
 
-    rank: Index
-    device_type: Name
-    host: str
-    num_samples: Index
-    num_steps: Index
-    pass_seconds: Seconds | None
-    compute_seconds: Seconds | None
-    sync_seconds: Seconds | None
-    update_seconds: Seconds | None
-    step_seconds: Seconds | None
-    step_seconds_spread: Seconds | None
-    peak_memory_bytes: Bytes | None
+    device: DeviceRun
     final_loss: float | None
     parameters_digest: str | None
     emulated_passes: Index = 0
     emulated_overruns: Index = 0
     worst_overrun_seconds: Seconds = 0.0
-    backend: str | None = None
-    terms: MeasuredTerms | None = None
-    stages: tuple[StageRun, ...] = ()
-    reference_seconds: Seconds | None = None
 
 
 def parse_report(text: bytes | str) -> WorkerReport:
@@ -230,12 +213,16 @@ def assemble(
     resize or a failure there is no prediction, because the workers are not those of the plan.
     """
     as_planned = len(generations) < 2
-    ordered = sorted(reports, key=lambda report: report.rank)
-    measured = max((r.step_seconds for r in ordered if r.step_seconds is not None), default=None)
+    ordered = sorted(reports, key=lambda report: report.device.rank)
+    steps = [report.device.step_seconds for report in ordered]
+    measured = max((seconds for seconds in steps if seconds is not None), default=None)
     predicted = (plan.predicted.step_seconds or None) if as_planned else None
-    on_host = Counter(r.host for r in ordered)
+    on_host = Counter(report.device.host for report in ordered)
     config = lower(plan) if as_planned and ordered else None
-    devices = tuple(_device_run(plan, report, on_host[report.host], config) for report in ordered)
+    devices = tuple(
+        replace(_predicted(plan, r, config), num_host_devices=on_host[r.device.host])
+        for r in ordered
+    )
     if len({r.parameters_digest for r in ordered if r.parameters_digest}) > 1:
         detail = "workers ended with different parameters; the script changes them by rank"
         events = (*events, RunEvent(kind="failure", at_seconds=wall_seconds, detail=detail))
@@ -245,7 +232,7 @@ def assemble(
         exit_code=exit_code,
         world_size=plan.num_devices if as_planned else len(generations[-1].workers),
         wall_seconds=wall_seconds,
-        num_steps=max((r.num_steps for r in ordered), default=0),
+        num_steps=max((device.num_steps for device in devices), default=0),
         predicted_step_seconds=predicted,
         measured_step_seconds=measured,
         step_seconds_error=(predicted - measured) / measured if predicted and measured else None,
@@ -259,40 +246,25 @@ def assemble(
     )
 
 
-def _device_run(
-    plan: Plan, report: WorkerReport, num_host_devices: int, config: LaunchConfig | None
-) -> DeviceRun:
-    """What one worker did; ``config`` is the plan lowered, None where workers are not its own."""
-    predicted, emulated = None, report.emulated_passes > 0
-    if config is not None:
-        emulated = is_emulated(report.device_type)
-        passes = len(config.workers[report.rank].virtual_nodes)
-        if config.pipeline is None:
-            times = [group.pass_seconds for group in plan.groups for _ in range(group.num_devices)]
-            seconds = times[report.rank] or 0.0
-        else:
-            stages = config.pipeline.stages_of_rank[report.rank]
-            seconds = sum(plan.stages[stage].compute_seconds or 0.0 for stage in stages)
-        predicted = seconds * passes or None
-    return DeviceRun(
-        rank=report.rank,
-        device_type=report.device_type,
-        host=report.host,
-        emulated=emulated,
-        num_samples=report.num_samples,
-        num_steps=report.num_steps,
-        predicted_compute_seconds=predicted,
-        pass_seconds=report.pass_seconds,
-        compute_seconds=report.compute_seconds,
-        sync_seconds=report.sync_seconds,
-        update_seconds=report.update_seconds,
-        step_seconds=report.step_seconds,
-        step_seconds_spread=report.step_seconds_spread,
-        peak_memory_bytes=report.peak_memory_bytes,
-        num_host_devices=num_host_devices,
-        terms=report.terms,
-        stages=report.stages,
-        reference_seconds=report.reference_seconds,
+def _predicted(plan: Plan, report: WorkerReport, config: LaunchConfig | None) -> DeviceRun:
+    """What one worker did beside what was predicted.
+
+    ``config`` is the plan lowered, None where workers are not its own.
+    """
+    device = report.device
+    if config is None:
+        return replace(device, emulated=report.emulated_passes > 0)
+    if config.pipeline is None:
+        times = [group.pass_seconds for group in plan.groups for _ in range(group.num_devices)]
+        seconds = times[device.rank] or 0.0
+    else:
+        stages = config.pipeline.stages_of_rank[device.rank]
+        seconds = sum(plan.stages[stage].compute_seconds or 0.0 for stage in stages)
+    passes = len(config.workers[device.rank].virtual_nodes)
+    return replace(
+        device,
+        emulated=is_emulated(device.device_type),
+        predicted_compute_seconds=seconds * passes or None,
     )
 
 

@@ -1,13 +1,14 @@
 """A run's terms beside those of its plan: which were off, and by how much of the step."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hetflow.formats.reports.tables import run_table
 from hetflow.runtime.protocol.record import WorkerReport, assemble
 from hetflow.schema.plan import Plan, Prediction, Proof
-from hetflow.schema.run import MeasuredTerm, MeasuredTerms, RunRecord
+from hetflow.schema.run import DeviceRun, MeasuredTerm, MeasuredTerms, RunRecord
 from hetflow.tests.plan_parts import split_plan, whole_group, with_groups
 
 PLAN = split_plan(
@@ -42,17 +43,20 @@ PLAN = split_plan(
 )
 
 
-def report(rank: int, name: str, nodes: int, node: float, sync: float) -> WorkerReport:
+def report(
+    rank: int, name: str, nodes: int, node: float, sync: float, **other: Any
+) -> WorkerReport:
     fixed, update = 0.01, 0.02
     step = nodes * node + fixed + sync + update
     values = {"step": step, "sync": sync, "update": update, "virtual_node": node, "fixed": fixed}
     terms = {key: MeasuredTerm(seconds=value) for key, value in values.items()}
-    return WorkerReport(
+    device = DeviceRun(
         rank=rank,
         device_type=name,
         host="h" if rank else "other",
         num_samples=1,
         num_steps=20,
+        predicted_compute_seconds=None,
         pass_seconds=node,
         compute_seconds=nodes * node,
         sync_seconds=sync,
@@ -60,10 +64,9 @@ def report(rank: int, name: str, nodes: int, node: float, sync: float) -> Worker
         step_seconds=step,
         step_seconds_spread=None,
         peak_memory_bytes=None,
-        final_loss=None,
-        parameters_digest=None,
         terms=MeasuredTerms(num_steps=17, load=MeasuredTerm(seconds=0.01), **terms),
     )
+    return WorkerReport(device=replace(device, **other), final_loss=None, parameters_digest=None)
 
 
 def assembled(plan: Plan = PLAN) -> RunRecord:
@@ -118,7 +121,7 @@ def test_medians_of_parts_above_the_median_step_are_a_record_all_the_same() -> N
         sync=MeasuredTerm(seconds=0.0080),
         update=MeasuredTerm(seconds=0.0020017),
     )
-    alone = replace(report(0, "fast", 1, 0.1, 0.0), terms=terms)
+    alone = report(0, "fast", 1, 0.1, 0.0, terms=terms)
     record = assemble(plan, [alone], status="done", exit_code=0, wall_seconds=1.0)
     assert record.terms[0].measured_seconds == 0.0
 
@@ -126,9 +129,9 @@ def test_medians_of_parts_above_the_median_step_are_a_record_all_the_same() -> N
 def test_a_device_that_has_become_slower_is_a_term_of_its_own() -> None:
     plan = replace(PLAN, reference_seconds={"fast": 0.002, "slow": 0.001})
     reports = [
-        replace(report(0, "fast", 3, 0.1, 0.1), reference_seconds=0.002),
-        replace(report(1, "slow", 2, 0.14, 0.1), reference_seconds=0.0011),
-        replace(report(2, "slow", 2, 0.14, 0.1), reference_seconds=0.0015),
+        report(0, "fast", 3, 0.1, 0.1, reference_seconds=0.002),
+        report(1, "slow", 2, 0.14, 0.1, reference_seconds=0.0011),
+        report(2, "slow", 2, 0.14, 0.1, reference_seconds=0.0015),
     ]
     record = assemble(plan, reports, status="done", exit_code=0, wall_seconds=1.0)
     found = [entry for entry in record.terms if "speed" in entry.term]
