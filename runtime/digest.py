@@ -38,10 +38,5 @@ def digest_of_pieces(tensors: Iterable[InPieces]) -> str:
     for tensor in tensors:
         digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
         for piece in tensor.pieces:
-            digest.update(_bytes_of(piece.detach()))
+            digest.update(byte_view(piece.cpu()).numpy())  # no copy of values in the host's memory
     return digest.hexdigest()
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    flat = tensor.cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
