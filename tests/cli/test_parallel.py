@@ -190,6 +190,36 @@ def test_replicas_may_share_the_optimizer_s_state(hetflow: Hetflow, folder: Path
     )
 
 
+def test_a_smaller_replica_keeps_less_of_the_state(
+    hetflow: Hetflow, folder: Path, make_profile: Callable[..., Profile]
+) -> None:
+    plan, weights, sample = folder.parent / "plan.json", 6 * 64 << 20, 6 * 32 << 20
+    # Weights and gradients, a sample, and the state (twice the weights); or a third of it.
+    for name, ratio in (("V100", 4.0), ("P100", 2 + 2 / 3)):
+        profile = layered(make_profile(name, 1.0), 1.0)
+        memory = int(ratio * weights) + sample
+        files.write(
+            folder / f"{name.lower()}.json",
+            replace(profile, device_memory_bytes=memory),
+            force=True,
+        )
+    pool = ("--gpus", "1xV100,1xP100", "--profiles", folder, "--optimizer", "adam")
+    asked = (*pool, "--batch-size", 32, "--link-bytes-per-second", "1e12", "--microbatch-size", 1)
+    answer = hetflow("solve", "parallel", *asked, "--shard-gradients", "--no-recompute", "-o", plan)
+    assert answer.code == 0, answer.stderr
+    document = json.loads(plan.read_text())
+    shares = {g["device_type"]: g["state_share_bytes"] for g in document["stages"][0]["replicas"]}
+    # Layers are dealt whole, so half of one more counts.
+    least = weights / 3 - (32 << 20)
+    assert shares == {"P100": pytest.approx(least, abs=2), "V100": weights - shares["P100"]}
+    assert "valid" in hetflow("check", plan, *pool).stdout
+    assert "which share gradients too" in hetflow("show", plan).stdout
+    config = lower(files.read(plan, Plan))
+    assert {s.device_type: s.state_share_bytes for s in config.workers} == shares
+    assert config.pipeline is not None
+    assert config.pipeline.shard_gradients
+
+
 @pytest.mark.slow
 def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
     answer = solve(hetflow, folder, *LINK, "--top", 4, "--json")

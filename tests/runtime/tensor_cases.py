@@ -226,7 +226,8 @@ def train(case):
             scaler.update()
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             stored = {g.untyped_storage().data_ptr(): g.untyped_storage().nbytes() for g in grads}
-            optimizer.zero_grad()
+            if "carry" not in options or len(losses) % 2 == 0:
+                optimizer.zero_grad()
             if schedule is not None:
                 schedule.step()
         with job.evaluation() as whole:

@@ -108,6 +108,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d2-unlike-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "d2-gradients-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "scaled-gradients": ("zoo:sgd:clip-scaled", [(WHOLE, (1, 1))]),
+        "carried-gradients": ("zoo:sgd:clip-carry", [(WHOLE, (1, 1))]),
         "zoo-cores": ("zoo:sgd:clip", [(WHOLE, (2,))]),
     }),
     "t2-more": (2, {
