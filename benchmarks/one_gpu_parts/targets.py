@@ -7,8 +7,7 @@ import transformers
 from torch.nn import functional
 from truth_parts.workloads import Samples
 
-from hetflow.profilers.zoo.images import ResNet
-from hetflow.profilers.zoo.synthetic import image_batches, token_batches
+from hetflow.profilers.zoo.models import ResNet, image_batches, token_batches
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4)
