@@ -15,6 +15,7 @@ from ..schema.pipeline import PipelineProblem
 from ..schema.plan import Plan, Restrictions, devices_for
 from ..schema.problem import Problem, ShardedProblem, SplitProblem
 from ..schema.profile import Profile
+from .apart import states_devices, told_apart
 from .checks import plan as plan_checks
 from .checks.proofs import Verdict, tolerance_faults
 from .pool_parts import is_part_of
@@ -65,8 +66,10 @@ def faults_of_plan(
             asked_bytes(plan.reserves) if free is None else free,
             link_bytes_per_second or plan.link_bytes_per_second,
         )
-        view = view_of_plan(plan, problem)
-        found = faults_against(plan, view, problem)
+        apart = told_apart(problem) if states_devices(plan) else None
+        of_view = plan if apart is None else apart.by_server(plan)
+        asked = problem if apart is None else apart.problem
+        found = faults_against(of_view, view_of_plan(plan, asked), asked)
         if pool is not None and pool != judged and not plan.layers and plan.shard is None:
             from .checks.batch_split import bound_faults
 

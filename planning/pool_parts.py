@@ -404,10 +404,11 @@ def best_of_parts(
     if pool is not whole:
         step = plan.predicted.step_seconds
         over_all = "no plan fits" if whole_seconds == inf else f"a step takes {whole_seconds:.4g} s"
-        _log.info(
-            f"the plan is for {pool.title} of the pool, with a step of {step:.4g} s: over all its "
-            f"devices and links {over_all}"
-        )
+        if set(pool.device_types) <= set(whole.device_types):
+            _log.info(
+                f"the plan is for {pool.title} of the pool, with a step of {step:.4g} s: over all "
+                f"its devices and links {over_all}"
+            )
         plan = replace(plan, cluster=pool)
     return pool, _among_parts(plan, bounds)
 

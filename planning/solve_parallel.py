@@ -5,10 +5,13 @@ from dataclasses import replace
 from functools import partial
 
 from ..schema.cluster import Cluster
-from ..schema.errors import InfeasibleError
+from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.layer_trace import LayerTrace, cannot_spread
 from ..schema.parallel import ParallelProblem
 from ..schema.plan import Plan
+from ..schema.problem import Problem
+from ..schema.requests.solve import SolveRequest
+from .apart import MOST_KINDS, Apart, told_apart
 from .limits import TimeShares
 from .parallel_problem import chunks_of, degrees_of, parallel_keys, parallel_problem
 from .pipelines import say_obstacle, trace_for, with_origin
@@ -33,14 +36,14 @@ def best_parallel(question: Question, clock: TimeShares) -> Plan:
     others_follow = asked.top > 1
     try:
         own = clock.part(1 + others_follow)
-        pool, problem, plan = _in_the_best_part(question, trace, own)
+        pool, problem, plan, apart = _in_the_best_part(question, trace, own)
     except InfeasibleError:
         if asked.sequence_parallel is not None or not _spreadable(question):
             raise
         # The tokens of norms and residuals may be what does not fit.
         spread = replace(asked, sequence_parallel=True)
         return best_parallel(replace(question, asked=spread), clock)
-    for line in _unused_degrees(problem):
+    for line in _unused_degrees(question):
         _log.warning(line)
     say_obstacle(trace, len(plan.stages))
     others = alternatives(problem, plan, asked.top - 1, clock.part(2).effort)
@@ -50,14 +53,17 @@ def best_parallel(question: Question, clock: TimeShares) -> Plan:
             f"the profiles hold no tensor_layers{_why_none(question)}: tensor-parallel degrees "
             "above 1 are not tried"
         )
+    more = gains(problem, plan, clock.effort) if others_follow else ()
+    whole = replace(plan, alternatives=others, with_more_devices=more)
+    if apart is not None:
+        whole = apart.by_device(whole)
     whole = replace(
-        plan,
+        whole,
         alternatives=tuple(
             replace(one, predicted=priced(one.predicted, one.devices_by_type, question.pool))
-            for one in others
+            for one in whole.alternatives
             if one.predicted is not None
         ),
-        with_more_devices=gains(problem, plan, clock.effort) if others_follow else (),
         sequence_parallel=asked.sequence_parallel or None,
         link_bytes_per_second=asked.link_bytes_per_second,
         cluster=pool,  # always stated: degrees depend on the servers
@@ -67,10 +73,13 @@ def best_parallel(question: Question, clock: TimeShares) -> Plan:
 
 def _in_the_best_part(
     question: Question, trace: LayerTrace | None, clock: TimeShares
-) -> tuple[Cluster, ParallelProblem, Plan]:
-    """The fastest plan of the pool and of its parts with faster links: (part, its problem, plan).
+) -> tuple[Cluster, ParallelProblem, Plan, Apart | None]:
+    """The fastest plan of the pool, of its parts with faster links, and of its servers told apart.
 
     The plan's bound is that of all of them.
+
+    Returns:
+        The part, its problem and the plan; and how servers are told apart, if they are in these.
 
     Raises:
         InfeasibleError: No plan fits; says what the whole pool lacks.
@@ -82,7 +91,7 @@ def _in_the_best_part(
 
     def problem_of(pool: Cluster) -> ParallelProblem:
         if id(pool) not in problems:
-            problems[id(pool)] = _view(replace(question, pool=pool), trace)
+            problems[id(pool)] = _view(replace(question.problem, pool=pool), question.asked, trace)
         return problems[id(pool)]
 
     pools = parts_of(
@@ -90,19 +99,32 @@ def _in_the_best_part(
         partial(parallel_keys, question.problem),
         degrees=degrees_of(question.profiles),
     )
+    apart = told_apart(question.problem, MOST_KINDS)
+    if apart is not None:
+        try:
+            problems[id(apart.problem.pool)] = _view(apart.problem, question.asked, trace)
+            pools.pools.append(apart.problem.pool)
+        except ProblemError:  # a link that is told of the whole pool alone
+            apart = None
+
+    def least_of(part: Cluster) -> float:
+        is_apart = apart is not None and part is apart.problem.pool
+        return least_seconds(problem_of(part if is_apart else question.pool), part.num_devices)
+
     pool, plan = best_of_parts(
         pools,
         clock,
         lambda part, share: solve(problem_of(part), effort=share.effort(), chunked=share.effort(2)),
-        lambda part: least_seconds(problem_of(question.pool), part.num_devices),
+        least_of,
     )
-    return pool, problem_of(pool), plan
+    if apart is not None and pool is apart.problem.pool:
+        return question.pool, problem_of(pool), plan, apart
+    return pool, problem_of(pool), plan, None
 
 
-def _view(question: Question, trace: LayerTrace | None) -> ParallelProblem:
-    asked = question.asked
+def _view(problem: Problem, asked: SolveRequest, trace: LayerTrace | None) -> ParallelProblem:
     return parallel_problem(
-        question.problem,
+        problem,
         microbatch_size=asked.microbatch_size,
         recompute=asked.recompute,
         most_stages=1 if asked.sequence_parallel and cannot_spread(trace) else None,
@@ -133,16 +155,16 @@ def _spreadable(question: Question) -> bool:
     return bool(tables) and all(tables)
 
 
-def _unused_degrees(problem: ParallelProblem) -> list[str]:
-    """Say which profiled tensor-parallel degrees no server can hold."""
+def _unused_degrees(question: Question) -> list[str]:
+    """Say which profiled tensor-parallel degrees no server of the pool can hold."""
     lines = []
-    for pool in problem.pools:
-        width, known = pool.devices_per_server, {t.tensor_parallel_size for t in pool.times}
+    for name, known in degrees_of(question.profiles_in_pool).items():
+        width = max(group.devices.get(name, 0) for group in question.pool.servers)
         unused = sorted(degree for degree in known if degree > width)
         if unused:
             fitting = ", ".join(str(degree) for degree in sorted(known - set(unused)))
             lines.append(
-                f"{pool.device_type}: tensor-parallel degrees {', '.join(map(str, unused))} do not "
+                f"{name}: tensor-parallel degrees {', '.join(map(str, unused))} do not "
                 f"fit into servers of {width}; planned: {fitting or 'none'}"
             )
     return lines

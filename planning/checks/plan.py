@@ -55,7 +55,8 @@ _STATED = {
         "plan": f"{_OF_CUTS} sequence_parallel shard_optimizer shard_gradients alternatives "
         "with_more_devices",
         "stage": f"{_OF_STAGES} transfer_seconds",
-        "replicas": f"{_OF_REPLICAS} tensor_parallel_size memory_bytes state_share_bytes",
+        "replicas": f"{_OF_REPLICAS} tensor_parallel_size memory_bytes state_share_bytes "
+        "first_device devices",
         "predicted": f"{_STEP} {_PARTS} bubble_fraction",
     },
 }
@@ -71,6 +72,7 @@ def check(plan: Plan) -> list[str]:
             for at, stage in _all_stages(plan)
             for fault in _stage_faults(plan, stage)
         ),
+        *_shared_device_faults(plan),
         *dollar_faults(plan),
         *(f"restrictions: {fault}" for fault in _broken(plan)),
     ]
@@ -142,6 +144,29 @@ def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
         yield f"virtual nodes (number, size) are not {passes}"
     if stage.recompute == "selective" or stage.recompute != plan.stages[0].recompute:
         yield f"recompute is {stage.recompute}, which is not that of the first stage"
+
+
+def _shared_device_faults(plan: Plan) -> Iterator[str]:
+    """List what is wrong with the devices that a plan of three dimensions states.
+
+    Those of pipelines are judged with their schedule.
+    """
+    for before, one in (
+        ("", plan),
+        *((f"alternatives[{n}].", other) for n, other in enumerate(plan.alternatives)),
+    ):
+        each = [[(g.device_type, g.first_device, g.held) for g in s.replicas] for s in one.stages]
+        firsts = {first for stage in each for _, first, _ in stage}
+        if plan.kind != "parallel" or firsts == {None}:
+            continue
+        p = one.num_positions
+        held = [(name, device) for stage in each[:p] for name, _, own in stage for device in own]
+        if None in firsts:
+            yield f"{before}stages: some groups state no first_device"
+        if len(set(held)) < len(held):
+            yield f"{before}stages: a device is given out twice"
+        if any(stage != each[n % p] for n, stage in enumerate(each)):
+            yield f"{before}stages: chunks of a position are not on its devices"
 
 
 def differ(left: float, right: float, rounding: float = 0.0, near: float = TOLERANCE) -> bool:

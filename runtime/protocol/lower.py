@@ -172,7 +172,11 @@ def _ranks_of_stages(plan: Plan) -> list[tuple[int, ...]]:
     if plan.traits.is_chunked and _states_devices(plan):
         known: dict[tuple[str, int], int] = {}
         return [
-            tuple(known.setdefault((stage.device_type, one), len(known)) for one in stage.held)
+            tuple(
+                known.setdefault((group.device_type, one), len(known))
+                for group in stage.replicas
+                for one in group.held
+            )
             for stage in plan.stages
         ]
     rank = count()

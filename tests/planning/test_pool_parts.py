@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import hetflow
+from hetflow.planning.apart import states_devices
 from hetflow.planning.limits import SolveLimits, TimeShares
 from hetflow.planning.parallel_problem import parallel_keys
 from hetflow.planning.pool_parts import MOST_PARTS, Parts, best_of_parts, is_part_of, parts_of
@@ -357,9 +358,13 @@ def test_a_parallel_plan_is_the_best_over_all_sets_of_devices(
     assume(sum(pool.num_devices.values()) <= 6)
     given = [replace(each, tensor_layers=()) for each in PROFILES]
     plan = hetflow.solve(given, pool, batch_size=16, strategy="parallel", num_model_chunks=1)
-    assert plan.predicted.step_seconds == pytest.approx(best_of_three_dimensions(pool, 16))
+    step, least = plan.predicted.step_seconds, best_of_three_dimensions(pool, 16)
     assert plan.proof.termination == "optimal"
-    assert lowers_inside_servers(plan)
+    if states_devices(plan):  # then links of a kind need not be alike: test_apart.py
+        assert step <= least * (1 + 1e-9)
+    else:
+        assert step == pytest.approx(least)
+        assert lowers_inside_servers(plan)
 
 
 def lowers_inside_servers(plan: Plan) -> bool:

@@ -1,0 +1,167 @@
+"""Servers of a small pool told apart, so that stages are placed on the servers that suit them.
+
+Planners count devices by type, and all links of a kind at the rate of the slowest one. Where
+servers are unlike, that hides the fast ones. Here each type of each server is a type of its own,
+with the links of that server. The same search then chooses how many devices of each server a stage
+takes. A plan states these devices, and is judged on the servers that hold them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ..schema.cluster import Link
+from ..schema.plan import Plan, Stage
+from ..schema.problem import Problem
+
+MOST_KINDS = 6
+"""Types of servers, each type of each server counted, up to which a search tells them apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A problem whose servers are told apart.
+
+    Attributes:
+        problem: Its pool and profiles name a type of a server.
+        devices: That name -> the type, and its devices by their index among those of the type.
+    """
+
+    problem: Problem
+    devices: dict[str, tuple[str, range]]
+
+    def by_device(self, plan: Plan) -> Plan:
+        """The plan of ``problem`` for the pool as it is: its groups state their devices."""
+        gains = {
+            (name, gain.num_devices): replace(gain, device_type=name)
+            for gain in sorted(plan.with_more_devices, key=lambda gain: -gain.step_seconds)
+            for name in [self.devices[gain.device_type][0]]
+        }
+        space = f"{plan.proof.space}; devices of a type in two servers count as two types"
+        return replace(
+            plan,
+            stages=self._placed(plan.stages, plan.num_positions),
+            alternatives=tuple(
+                replace(one, stages=self._placed(one.stages, one.num_positions))
+                for one in plan.alternatives
+            ),
+            with_more_devices=tuple(gains.values()),
+            proof=replace(plan.proof, space=space),
+        )
+
+    def by_server(self, plan: Plan) -> Plan:
+        """The plan of ``problem`` that a plan which states its devices is."""
+        return replace(
+            plan,
+            stages=self._named(plan.stages),
+            alternatives=tuple(
+                replace(one, stages=self._named(one.stages)) for one in plan.alternatives
+            ),
+        )
+
+    def _placed(self, stages: tuple[Stage, ...], num_positions: int) -> tuple[Stage, ...]:
+        free = {name: held.start for name, (_, held) in self.devices.items()}
+        firsts: list[list[int]] = []
+        for stage in stages[:num_positions]:
+            firsts.append([])
+            for group in stage.replicas:
+                firsts[-1].append(free[group.device_type])
+                free[group.device_type] += group.num_devices
+        return tuple(
+            replace(
+                stage,
+                replicas=tuple(
+                    replace(group, device_type=self.devices[group.device_type][0], first_device=at)
+                    for group, at in zip(stage.replicas, firsts[n % num_positions], strict=True)
+                ),
+            )
+            for n, stage in enumerate(stages)
+        )
+
+    def _named(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        def name_of(device_type: str, held: tuple[int, ...]) -> str:
+            for name, (of_type, devices) in self.devices.items():
+                if of_type == device_type and all(one in devices for one in held):
+                    return name
+            return f"{device_type} whose devices are in one server"
+
+        return tuple(
+            replace(
+                stage,
+                replicas=tuple(
+                    replace(
+                        group,
+                        device_type=name_of(group.device_type, group.held),
+                        first_device=None,
+                        devices=(),
+                    )
+                    for group in stage.replicas
+                ),
+            )
+            for stage in stages
+        )
+
+
+def states_devices(plan: Plan) -> bool:
+    """Whether a plan of three dimensions says on which devices its groups are."""
+    each = [group for stage in plan.stages for group in stage.replicas]
+    return plan.kind == "parallel" and any(group.first_device is not None for group in each)
+
+
+def told_apart(problem: Problem, most_kinds: int | None = None) -> Apart | None:
+    """The problem with its servers told apart; None where no two have a type in common.
+
+    Args:
+        problem: Whose pool and profiles.
+        most_kinds: None also for more types of servers; without it there is no limit.
+    """
+    servers = [group for group in problem.pool.servers for _ in range(group.count)]
+    numbers = [len(server.devices) for server in servers]
+    if not len(problem.pool.num_devices) < sum(numbers) <= (most_kinds or sum(numbers)):
+        return None
+    devices: dict[str, tuple[str, range]] = {}
+    names: dict[str, list[str]] = {name: [] for name in problem.pool.device_types}
+    used = dict.fromkeys(names, 0)
+    for number, server in enumerate(servers):
+        for name, more in server.devices.items():
+            own = _name(name, number)
+            names[name].append(own)
+            devices[own] = name, range(used[name], used[name] + more)
+            used[name] += more
+
+    def links() -> Iterator[Link]:
+        for link in problem.pool.links:
+            one, other = link.between or ("", "")
+            both = product(names.get(one, ()), names.get(other, ()))
+            pairs = {(min(pair), max(pair)) for pair in both}
+            if link.between is None:
+                yield link
+            yield from (replace(link, between=pair) for pair in sorted(pairs))
+
+    pool = replace(
+        problem.pool,
+        device_types={own: problem.pool.device_types[name] for own, (name, _) in devices.items()},
+        servers=tuple(
+            replace(server, count=1, devices={_name(t, n): k for t, k in server.devices.items()})
+            for n, server in enumerate(servers)
+        ),
+        links=tuple(links()),
+    )
+    profiles = tuple(
+        replace(
+            profile,
+            device_type=own,
+            links_to=tuple(
+                replace(link, device_type=beside)
+                for link in profile.links_to
+                for beside in names.get(link.device_type, ())
+            ),
+        )
+        for profile in problem.profiles
+        for own in names.get(profile.device_type, ())
+    )
+    return Apart(replace(problem, pool=pool, profiles=profiles), devices)
+
+
+def _name(device_type: str, server: int) -> str:
+    return f"{device_type} of server {server}"
