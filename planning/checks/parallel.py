@@ -90,6 +90,7 @@ def _passes_seconds(plan: Plan, problem: ParallelProblem) -> float:
     All stages and messages once, for the first microbatch. Then m - 1 more follow, which takes the
     longest of three: the passes of any stage; the messages of any link; round trips from a stage.
     With k microbatches in flight there each k take one trip, and the rest pass its slowest place.
+    Or k take one, and each two others a trip to the next stage, which has k - 1 in flight.
     Messages that are not hidden are a part of their stages.
     """
     m, stages = plan.num_rounds, range(len(plan.stages))
@@ -105,6 +106,10 @@ def _passes_seconds(plan: Plan, problem: ParallelProblem) -> float:
         trip = sum(each[number:]) + 2 * sum(links[number:])
         left = (m - 1) % k
         more.append((m - 1 - left) / k * trip + left * max([*each[number:], *links[number:]]))
+        if m > k > 1:
+            two = each[number] + each[number + 1] + 2 * links[number]
+            others = m - 1 - k
+            more.append(trip + others // 2 * two + others % 2 * each[number])
     return sum(each) + 2 * sum(links) + max(more)
 
 

@@ -658,7 +658,7 @@ class _Label:
     """Stages from ``end`` on: what a step of them takes, and what they use.
 
     ``trip`` is one microbatch's way there and back. Besides that, ``more`` is what the others take,
-    and ``slowest`` the longest stage or link. ``kinds`` are all stages.
+    and ``slowest`` the longest stage or link. ``own`` is the first stage, ``kinds`` are all.
     """
 
     end: int
@@ -666,6 +666,7 @@ class _Label:
     trip: float = 0.0
     more: float = 0.0
     slowest: float = 0.0
+    own: float = 0.0
     update: float = 0.0
     ring: float = 0.0
     price: float = 0.0
@@ -783,6 +784,9 @@ class _Stages:
         left = (m - 1) % k  # of the others, when each k have made a round trip
         more = np.maximum((m - 1 - left) / k * trip + left * slowest, label.more)
         more = np.maximum(more, (m - 1) * slowest)
+        if m > k:  # the last k take one more, the others by two to the next stage and back
+            left = (m - 1 - k) // 2 * (label.own + own + 2 * sent) + (m - 1 - k) % 2 * own
+            more = np.maximum(more, trip + left)
         most_fit, updates = self._with_unlike(k)
         update = np.maximum(label.update, updates[:, :end, end])
         ring = np.maximum(label.ring, self._ring[:, :end, end])
@@ -798,8 +802,8 @@ class _Stages:
         for kind, start in np.argwhere(fits).tolist():
             yield _Label(
                 start, (kind, *label.kinds), float(trip[kind, start]), float(more[kind, start]),
-                float(slowest[kind, start]), float(update[kind, start]), float(ring[kind, start]),
-                float(priced[kind]),
+                float(slowest[kind, start]), float(own[kind, start]), float(update[kind, start]),
+                float(ring[kind, start]), float(priced[kind]),
             )  # fmt: skip
 
     def _crossing(self, after: int, end: int) -> Table:
@@ -846,7 +850,7 @@ def _kinds_of(search: _Search) -> Iterator[_Kind]:
 def _is_new(label: _Label, known: dict[Any, list[Any]]) -> bool:
     """Whether no label with the same left to decide is as good; notes this one."""
     key = (label.end, label.kinds[0], tuple(sorted(label.kinds)))
-    mine = (label.trip, label.more, label.slowest, label.update, label.ring)
+    mine = (label.trip, label.more, label.slowest, label.own, label.update, label.ring)
     others = known.setdefault(key, [])
     if any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in others):
         return False

@@ -35,6 +35,8 @@ class LastStages(NamedTuple):
     """What one microbatch takes there and back, alone."""
     slowest_seconds: Any = 0.0
     """The longest stage of one microbatch, or message."""
+    own_seconds: Any = 0.0
+    """The passes of a microbatch on the first of them."""
 
 
 def one_f_one_b_from(
@@ -48,7 +50,8 @@ def one_f_one_b_from(
 
     The first microbatch goes there and back. m - 1 more follow: each takes the passes of the stage,
     or a message on its link. Or, as no more than k are in flight, each k of them take a round trip.
-    The longest of these chains, on any stage, is the step. Where messages take no time this is
+    Or each two take a trip to the next stage, where one less is in flight, and the last k a whole
+    one. The longest of these chains, on any stage, is the step. Where messages take no time it is
     the sum of all stages and m - 1 times the slowest: equation 4.1, if stages are equal.
 
     Args:
@@ -64,8 +67,12 @@ def one_f_one_b_from(
     slowest = np.maximum(behind.slowest_seconds, np.maximum(own_seconds, message_seconds))
     longest = (num_microbatches - 1) * np.maximum(own_seconds, message_seconds)
     more = np.maximum(longest, trips * trip + rest * slowest)
+    if num_microbatches > num_in_flight:
+        pairs, rest = divmod(num_microbatches - 1 - num_in_flight, 2)
+        next_trip = own_seconds + both + behind.own_seconds
+        more = np.maximum(more, trip + pairs * next_trip + rest * own_seconds)
     through = behind.step_seconds + both + own_seconds
-    return LastStages(np.maximum(through, trip + more), trip, slowest)
+    return LastStages(np.maximum(through, trip + more), trip, slowest, own_seconds)
 
 
 def one_f_one_b_seconds(

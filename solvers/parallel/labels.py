@@ -269,13 +269,13 @@ class Labels:
             back, sent = np.maximum(back, crossing), np.maximum(sent, crossing)
         back, sent = np.where(is_root, 0.0, back), np.where(is_root, 0.0, sent)
         own_back, is_whole = self._back[kind, start], start == 0
-        behind = {name: labels[name][one] for name in ("step", "total", "slowest", "pending")}
+        names = ("step", "total", "slowest", "pending")
+        behind = {name: labels[name][one] for name in names}
         if self._relaxation.problem.hides_messages:
-            last = LastStages(behind["step"], behind["total"], behind["slowest"])
+            last = LastStages(*behind.values())
             in_flight = min(placed + 1, self._m)
             whole = one_f_one_b_from(last, arcs.compute[arc], sent, in_flight, self._m)
-            now = dict(zip(("step", "total", "slowest"), whole, strict=True))
-            now["pending"], steps = behind["pending"], whole.step_seconds
+            now, steps = dict(zip(names, whole, strict=True)), whole.step_seconds
             rising = steps + own_back
         else:
             # Sailor counts the last stage's gradient, and the first one's output, twice.

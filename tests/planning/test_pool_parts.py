@@ -338,6 +338,10 @@ def passes(own: list[float], links: list[float], m: int) -> float:
         trips, rest = divmod(m - 1, min(len(own) - first, m))
         trip = sum(own[first:]) + 2 * sum(links[first:])
         most = max(most, trips * trip + rest * max([*own[first:], *links[first:]]))
+        if m > len(own) - first > 1:
+            pairs, rest = divmod(m - 1 - len(own) + first, 2)
+            both = own[first] + own[first + 1] + 2 * links[first]
+            most = max(most, trip + pairs * both + rest * own[first])
     return sum(own) + 2 * sum(links) + most
 
 

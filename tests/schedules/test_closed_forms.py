@@ -59,7 +59,7 @@ def test_messages_beside_passes(
 
 
 @pytest.mark.parametrize(
-    ("unlike", "message", "most", "furthest"), [(0, 0.1, 0.01, 0.06), (0.15, 0.1, 0.015, 0.08)]
+    ("unlike", "message", "most", "furthest"), [(0, 0.1, 0.006, 0.045), (0.15, 0.1, 0.01, 0.07)]
 )
 def test_drawn_pipelines_whose_messages_are_hidden(
     unlike: float, message: float, most: float, furthest: float
