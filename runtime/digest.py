@@ -38,5 +38,5 @@ def digest_of_pieces(tensors: Iterable[InPieces]) -> str:
     for tensor in tensors:
         digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
         for piece in tensor.pieces:
-            digest.update(byte_view(piece.cpu()).numpy())  # no copy of values in the host's memory
+            digest.update(memoryview(byte_view(piece.cpu()).numpy()))  # copies no host memory
     return digest.hexdigest()
