@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 from ...schema.options import option
 from ..group import gathered
@@ -192,24 +193,26 @@ def _training() -> Training | None:
 
 def _wrap(original: Any, self: Any, module: nn.Module, *values: Any, **options: Any) -> None:
     current = _training()
-    if current is not None and options.get("process_group") not in (
-        None,
-        torch.distributed.group.WORLD,
-    ):
+    if current is None:
+        original(self, module, *values, **options)
+        return
+    if options.get("process_group") not in (None, torch.distributed.group.WORLD):
         raise TargetError(
             "DistributedDataParallel has a process group of its own, and a plan's shares are of "
             "all workers",
             hint="leave process_group out",
         )
-    if current is not None and current.sharing is not None:
+    if current.sharing is not None:
         _wrap_shared(self, module, *values, **options)
         current.sharing.of(module)
         current.train(module)
-        return
-    original(self, module, *values, **options)
-    if current is not None:
+    else:
+        original(self, module, *values, **options)
         current.train(module)
         current.hold_sums(self)
+    # Lightning wraps on a stream of its own, and lets nobody wait for the parameters sent there.
+    device = next(module.parameters()).device
+    backend_of(device).synchronize(device)
 
 
 class _NoReducer:

@@ -152,8 +152,7 @@ def test_a_librarys_scaler_on_one_type_alone_trains_as_none(tmp_path: Path, how:
     assert found[0] == found[1]
     assert found[0]["rate"] == alone["rate"]  # accelerate's schedule waits for the update
     assert found[0]["parameters"] == pytest.approx(alone["parameters"], abs=1e-3)
-    if how == "accelerate":  # Lightning makes DistributedDataParallel on a stream of its own
-        assert host.faults == []
+    assert host.faults == []
 
 
 def test_two_slices_of_one_gpu_train_over_gloo(software: GpuHost) -> None:
