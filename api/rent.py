@@ -1,4 +1,4 @@
-"""``hetflow.rent``: under a deadline, on machines to stay on, and at changing prices."""
+"""``hetflow.rent``: under a deadline, on machines to stay on, at changing prices; their odds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..clusters.simulator.market.advise import Adviser
 from ..clusters.simulator.market.compare import compare
 from ..clusters.simulator.market.replay import compare_from
+from ..formats.importers.availability import read_availability
 from ..formats.importers.recognise import read_market
 from ..planning.inputs import profiles_of
 from ..planning.market_prices import egress_dollars
@@ -18,6 +19,8 @@ from ..schema.errors import FileError, ProblemError
 from ..schema.market import (
     Availability,
     Capacity,
+    Market,
+    OddsReport,
     PriceHistory,
     PriceReport,
     RentAdvice,
@@ -27,13 +30,16 @@ from ..schema.market import (
     utc_text,
 )
 from ..schema.options import option
+from ..schema.records import PositiveSeconds
 from ..schema.requests.kinds import MachineSpeeds, Offers
 from ..schema.requests.rent import MachinesRequest, PricesRequest, RentRequest
 from ..schema.spelling import did_you_mean
 from ..solvers.market.job import RentJob
+from ..solvers.market.odds import Zone
+from ..solvers.market.odds import odds as estimate
 from ..solvers.market.offers import OfferHistory, history_of, job_on
 from ..solvers.market.windows import Traces, apart, fewest_parts, traces_of
-from .calls import takes
+from .calls import checks, takes
 from .files import markets_of, plan_of, throughputs_of
 
 if TYPE_CHECKING:
@@ -528,3 +534,64 @@ def _cloud_of(history: OfferHistory, asked: str | None) -> str:
             hint=did_you_mean(asked, clouds) or None,
         )
     return asked
+
+
+# How long spot machines last: ``hetflow.rent.odds``.
+
+
+@checks
+def odds(
+    sources: Sequence[Market | Path | str], *, checkpoint_seconds: PositiveSeconds | None = None
+) -> OddsReport:
+    """Estimate from a market's past how long spot machines last, their prices, and correlations.
+
+    Args:
+        sources: Markets, their files, or folders of availability files of one zone, which is named
+            after the folder.
+        checkpoint_seconds: Seconds to write a checkpoint, as measured or from a run record. If
+            given, the report says how often to write one in each zone.
+
+    Returns:
+        Lifetimes by zone, quantiles of prices, and correlations between zones.
+
+    Raises:
+        ProblemError: There is nothing to estimate from, or ``checkpoint_seconds`` is not > 0.
+        FileError: A file is missing or has faults.
+
+    Example:
+        >>> import hetflow
+        >>> from hetflow.schema.market import Availability, Market
+        >>> seen = Availability(zone="a", tick_seconds=600, available=(0, 1, 1, 1, 0, 1, 0))
+        >>> report = hetflow.rent.odds([Market(availability=(seen,))], checkpoint_seconds=60)
+        >>> report.zones[0].rate.mean_seconds, round(report.zones[0].young_seconds)
+        (1200.0, 379)
+    """
+    windows: dict[Zone, list[Availability]] = {}
+    prices: list[PriceHistory] = []
+    for source in sources:
+        market: Market | None
+        if isinstance(source, Market):
+            found, market = source.availability, source
+        else:
+            found, market = _zones_of(Path(source))
+        for window in found:
+            folder = None if market is not None else Path(str(source)).name
+            windows.setdefault((folder or window.zone, window.instance_type), []).append(window)
+        prices += market.prices if market is not None else ()
+    report = estimate(windows, prices, checkpoint_seconds)
+    if not report.zones and not report.prices:
+        raise ProblemError(
+            "there is nothing to estimate from",
+            hint="give windows of availability in which a machine was there, or price histories",
+        )
+    return report
+
+
+def _zones_of(path: Path) -> tuple[tuple[Availability, ...], Market | None]:
+    """Read windows of availability, and the market that holds them (None for a folder)."""
+    if path.is_file():
+        data = files.read_text(path)
+        if '"hetflow.market/1"' in data[:1000]:
+            market = files.from_json(data, Market, name=str(path))
+            return market.availability, market
+    return read_availability(path), None

@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING
 from ..schema.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .odds import odds
-    from .rent import advice, fleet, zones
+    from .rent import advice, fleet, odds, zones
     from .rent import rent as deadline
     from .rent import rent_machines as machines
     from .rent import rent_prices as prices
     from .rent_run import rent_run as run
 
 _NAMES = {
-    ".rent": "advice fleet zones",
+    ".rent": "advice fleet odds zones",
     ".rent:rent": "deadline",
     ".rent:rent_machines": "machines",
-    ".odds": "odds",
     ".rent:rent_prices": "prices",
     ".rent_run:rent_run": "run",
 }

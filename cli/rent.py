@@ -199,7 +199,7 @@ def rent_odds(
     \b
     hetflow rent odds us-west-2a us-west-2b --checkpoint-seconds 30
     """
-    from ..api.odds import odds
+    from ..api.rent import odds
     from ..formats.reports.market_tables import odds_table
     from ..schema.files import check_outputs, to_plain
 

@@ -21,7 +21,7 @@ from .checkpoints.progress import Progress
 from .checkpoints.saving import Checkpoints
 from .data import Batch, check_in_order, check_loader, has_index
 from .engine import Answer, LossFunction, Runner, Step, StepEngine
-from .epoch import Epoch, Epochs, IndexReader
+from .epoch import Epoch, Epochs, IndexReader, StreamReader, check_stream
 from .measurements import StepTimes
 from .outputs import PREDICTION_EPOCH, PredictedOutputs, evaluating
 from .promise.promise import Promise
@@ -30,7 +30,6 @@ from .protocol.environment import tell_first_step
 from .rounds import JobRounds
 from .session import Session
 from .split_engine import SplitEngine
-from .streaming import StreamReader, check_stream
 from .streams import seed_streams
 from .totals import Weighted, check_same_length, weighted_by
 from .unplanned import HINT, has_gone_back
@@ -655,6 +654,7 @@ class Job:
                 "worker on whole batches, not under the plan",
                 hint=HINT,
             )
+        # By the store: a worker that left its loop early would not come to a collective.
         finish.meet_all(session, self._runner.run)
         self.compare()
         self._checkpoints.finish()
@@ -667,7 +667,7 @@ class Job:
         self._engine.close()
         self._agreement.close()
         finish.part(session)
-        self._checkpoints.close()
+        self._checkpoints.close()  # last: it may raise, and now no other worker waits for this one
 
     def abandon(self) -> None:
         """Leave the job at once: other workers are not asked, nothing is saved or reported.

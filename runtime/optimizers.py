@@ -29,7 +29,8 @@ def optimizers_of(given: Given) -> tuple[torch.optim.Optimizer, ...]:
         absent = [name for name in _NEEDED if not hasattr(entry, name)]
         if absent:
             raise TargetError(
-                f"hf.prepare needs an optimizer, got {_shown(entry)}, which has no {absent[0]}",
+                f"hf.prepare needs an optimizer, got {type(entry).__name__}, which has no "
+                f"{absent[0]}",
                 hint="give the torch.optim optimizer, or a list of all that train the model",
             )
         if isinstance(entry, torch.optim.SparseAdam):
@@ -41,10 +42,6 @@ def optimizers_of(given: Given) -> tuple[torch.optim.Optimizer, ...]:
     if len({id(entry) for entry in several}) < len(several):
         raise TargetError("hf.prepare was given the same optimizer twice")
     return tuple(several)
-
-
-def _shown(entry: object) -> str:
-    return type(entry).__name__
 
 
 def state_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:

@@ -149,7 +149,7 @@ class SplitEngine:
         # Before the totals: a scaler's factor is for this step's gradients, and ``begin`` drops it.
         self.reducer.begin(self._write_sums, num_passes=len(batch.passes))
         self.totals.begin(batch.num_samples, step.agreement.settings_number, step.scaler)
-        self._rest = {}
+        self._rest = {}  # a step that is repeated after a loss runs its passes anew
 
     def end(self, step: Step) -> None:
         """End the passes of a step: ``exchange`` follows."""

@@ -395,6 +395,8 @@ class Member:
                 self._engine.reducer.undo()
             self.mirror.undo()
         while True:
+            # The error's frames hold the broken group. Its connections are cut before it is closed:
+            # a group with open ones would wait for collectives that never end.
             forget_frames(error)
             if self._waits:
                 self._control.abort()
@@ -495,6 +497,7 @@ class Member:
         if message is None:
             return
         began, session, control = time.perf_counter(), self._session, self._control
+        # Who survives no loss keeps no mirror: all exchange buffers while the old group is there.
         if not self._survives:
             state = self._engine.buffers.capture(session.holders, session.place.distributed)
             self.mirror.reset(state)

@@ -148,6 +148,7 @@ def _train(
     """Train, and write the record; both are done when this returns, whatever signal comes."""
     began = time.monotonic()
     node_rank = 0 if request.rendezvous is None else request.rendezvous.node_rank
+    # In this order: all that was forked has ended before another launch may use the folder.
     with (
         Fence(request.checkpoint, node_rank) as fence,
         Preload(os.environ.get(VARIABLE, "")) as preload,

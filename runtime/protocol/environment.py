@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -96,21 +96,22 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         FileError: The plan cannot be read.
     """
     env = os.environ if environment is None else environment
-    seed = _integer(env, SEED, 0)
-    if not env.get(PLAN):
-        if "RANK" in env and _integer(env, "WORLD_SIZE", 1) > 1:
-            raise TargetError(
-                f"{env['WORLD_SIZE']} workers started without a plan",
-                hint=f"set {PLAN} to a plan file, or use `hetflow launch PLAN SCRIPT`",
-            )
-        return Start(
-            seed=seed,
-            determinism=check_level(env.get(DETERMINISM) or "none"),
-            checkpoint_folder=Path(env[CHECKPOINT]) if env.get(CHECKPOINT) else None,
-            checkpoint_every=_integer(env, CHECKPOINT_EVERY, 0),
-            from_scratch=_is_from_scratch(env),
+    has_plan = bool(env.get(PLAN))
+    if not has_plan and "RANK" in env and _integer(env, "WORLD_SIZE", 1) > 1:
+        raise TargetError(
+            f"{env['WORLD_SIZE']} workers started without a plan",
+            hint=f"set {PLAN} to a plan file, or use `hetflow launch PLAN SCRIPT`",
         )
-    config, plan = read_plan(Path(env[PLAN]), seed, check_level(env.get(DETERMINISM) or "none"))
+    start = Start(
+        seed=_integer(env, SEED, 0),
+        determinism=check_level(env.get(DETERMINISM) or "none"),
+        checkpoint_folder=Path(env[CHECKPOINT]) if env.get(CHECKPOINT) else None,
+        checkpoint_every=_integer(env, CHECKPOINT_EVERY, 0),
+        from_scratch=_is_from_scratch(env),
+    )
+    if not has_plan:
+        return start
+    config, plan = read_plan(Path(env[PLAN]), start.seed, start.determinism)
     rank, world_size, local_rank = _ranks(env)
     if world_size != config.world_size:
         raise TargetError(
@@ -120,7 +121,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
     # The only task of srun or Kubernetes needs no rendezvous.
     has_store = SLOT in env or env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = _endpoint(env) if world_size > 1 or has_store else (None, None)
-    return Start(
+    return replace(
+        start,
         config=config,
         plan=plan,
         rank=rank,
@@ -132,9 +134,6 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         port=port,
         seed=config.seed,
         determinism=config.determinism,
-        checkpoint_folder=Path(env[CHECKPOINT]) if env.get(CHECKPOINT) else None,
-        checkpoint_every=_integer(env, CHECKPOINT_EVERY, 0),
-        from_scratch=_is_from_scratch(env),
         run_folder=Path(env[RUN]) if env.get(RUN) else None,
         timeout_seconds=float(_integer(env, TIMEOUT, int(DEFAULT_TIMEOUT_SECONDS))),
         joins=_integer(env, JOINS, 0) or None,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
 from hetflow.runtime.data import rows_of
-from hetflow.runtime.streaming import digest_of, num_rows
+from hetflow.runtime.epoch import digest_of, num_rows
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import Plan
