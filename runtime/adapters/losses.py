@@ -153,6 +153,7 @@ def share_of(
 
 _ROWS = 32  # samples that are tried one by one
 _ROWS_OF_MODEL = 3
+_PADDINGS = 8  # batches of unlike lengths that are recorded until one shows what pads
 _HINT = (
     "compute a mean over samples; or train with hf.prepare, whose over_batch= takes losses that "
     "see the whole batch, and hf.Weighted other means"
@@ -256,12 +257,12 @@ class _Found:
 class _Told:
     """What all workers tell each other of a pass's loss: it is on its way until it is read.
 
-    A row has six numbers: what the loss is known by, a digest of the optimizers' rates, the faults,
-    ``given`` and ``own`` (``_Counted``), and the loss of the share.
+    A row has seven numbers: what the loss is known by, a digest of the optimizers' rates, the
+    faults, a checksum of shapes, ``given`` and ``own`` (``_Counted``), and the loss of the share.
 
     Args:
         loss: [] of this share.
-        known_by: What it is known by.
+        known: What it is known by, and the checksum of shapes.
         counted: What counts in it.
         training: This worker's training.
 
@@ -269,16 +270,16 @@ class _Told:
         share: What this share counts in the batch's loss.
     """
 
-    WIDTH = 6
+    WIDTH = 7
 
     def __init__(
-        self, loss: Tensor, known_by: int, counted: _Counted, training: WeighedTraining
+        self, loss: Tensor, known: tuple[int, int], counted: _Counted, training: WeighedTraining
     ) -> None:
-        self.known_by, self._least = known_by, counted.least
+        self.known_by, self._least = known[0], counted.least
         self.share: float | Tensor = 0.0
         rates = [g["lr"] for optimizer in training.optimizers for g in optimizer.param_groups]
         digest = crc32(repr([rate for rate in rates if not isinstance(rate, Tensor)]).encode())
-        numbers = (known_by, digest, counted.faults, counted.given, counted.own, loss)
+        numbers = (known[0], digest, counted.faults, known[1], counted.given, counted.own, loss)
         self._row = torch.zeros(self.WIDTH, dtype=torch.float64, device=loss.device)
         for at, number in enumerate(numbers):
             given = number.detach().reshape(()) if isinstance(number, Tensor) else None
@@ -288,7 +289,7 @@ class _Told:
         self._coming = peers.all_gather(self._found, sent, async_op=True)
 
     def rows(self) -> Tensor:
-        """[workers, 6] the rows of all; on a device with NCCL the host does not wait."""
+        """[workers, 7] the rows of all; on a device with NCCL the host does not wait."""
         if self._coming is not None:
             self._coming.wait()
             self._coming = None
@@ -296,16 +297,16 @@ class _Told:
 
     def own_share(self) -> Tensor:
         """[] what counts of this share over what divides the batch's loss."""
-        return self._row[4] / self._total().to(self._row.device)
+        return self._row[5] / self._total().to(self._row.device)
 
     def value(self) -> Tensor:
         """[] the loss of the batch."""
-        own, losses = self.rows()[:, 4], self.rows()[:, 5]
+        own, losses = self.rows()[:, 5], self.rows()[:, 6]
         # What nothing is the mean of is no number.
         return torch.where(own == 0, 0.0, own * losses).sum() / self._total()
 
     def _total(self) -> Tensor:
-        return self.rows()[:, 3].sum().clamp(min=self._least)
+        return self.rows()[:, 4].sum().clamp(min=self._least)
 
 
 class Losses:
@@ -326,7 +327,8 @@ class Losses:
         self._is_entered = False
         self._has_unknown = True  # the first
         self._answers: set[Any] = set()  # nodes of autograd's graph that models returned
-        self._num_passes = 0
+        self._num_passes, self._paddings_left = 0, _PADDINGS
+        self.shapes = 0  # a checksum of this share's, without the number of samples
         self._late: LateValues | None = None  # where a device is ahead of the host
         self._is_due = False  # whether known losses are to be tried again; alike on all workers
         self.is_untried = True
@@ -411,7 +413,7 @@ class Losses:
             _check_forms(_of_all(training, [known_by]).flatten().tolist())
         form = self._form(loss, known_by)
         counted = self._counted(loss, form)
-        told = _Told(loss, known_by, counted, training)
+        told = _Told(loss, (known_by, self.shapes), counted, training)
         if form.kind == "sum":
             told.share = float(training.has_samples)
         elif form.kind == "samples":
@@ -443,11 +445,13 @@ class Losses:
         """
         if numbers is None:
             return
-        columns = [numbers[at :: _Told.WIDTH] for at in range(3)]
+        columns = [numbers[at :: _Told.WIDTH] for at in range(4)]
         _check_forms(columns[0])
         _refuse(int(max(columns[2])))
         if len(set(columns[1])) > 1:
             self._training.compare()
+        if len(set(columns[3])) > 1 and self._paddings_left and not _is_compiled():
+            self._is_due, self._paddings_left = True, self._paddings_left - 1
 
     def _count_pass(self) -> None:
         """Let losses be tried again in the batch after 1, 3, 7, ... passes.
@@ -515,7 +519,9 @@ class Losses:
         form = trial.form(loss)
         whole = self._recording.slice_of(loss, whole=True)
         if whole is not None and len(whole.operators) > len(ours.operators):
-            self._check_model(_Trial(self._training, whole), loss)
+            trial = _Trial(self._training, whole)
+            self._check_model(trial, loss)
+        self._check_padding(trial, loss, form)
         return form
 
     def _try_again(self, loss: Tensor, form: _Form) -> None:
@@ -549,6 +555,29 @@ class Losses:
                 f"{_listed(found)} now: something in it follows from a worker's own share",
                 hint="sum over workers what the script keeps of batches (a queue, a mean, a count)",
             )
+        whole = self._recording.slice_of(loss, whole=True)
+        self._check_padding(trial if whole is None else _Trial(self._training, whole), loss, form)
+
+    def _check_padding(self, trial: "_Trial", loss: Tensor, form: _Form) -> None:
+        """Check that a sample's loss is the same among samples to whose length others are padded.
+
+        Raises:
+            TargetError: Something reads the padding, and a share's is not the batch's.
+        """
+        counts = _of_all(self._training, [trial.num_tensors])
+        if len(set(counts.flatten().tolist())) > 1:
+            return
+        found = trial.padded(loss)
+        if found is not None:
+            self._paddings_left = 0
+        losses = [] if found is None else found.per_row if form.kind == "sum" else found.losses
+        if found is not None and all(map(math.isfinite, losses)):
+            if not _are_close(losses, found.close):
+                raise TargetError(
+                    "the model or the loss reads padding: of one sample the loss is "
+                    f"{_listed(found)}, and shares are padded to lengths of their own",
+                    hint="mask the padding; or pad to one length in all batches",
+                )
 
     def _check_model(self, trial: "_Trial", loss: Tensor) -> None:
         """Check that what the model returns for a sample depends on this sample alone."""
@@ -581,6 +610,7 @@ class _Trial:
         self._dims: dict[int, int] = {}  # id of a tensor -> its dimension of samples
         self._replays = Replays(recorded, self._num_rows, self._dims)
         self._others: dict[int, list[int]] = {}  # its dimensions of other unlike sizes
+        self._sizes: dict[int, list[int]] = {}  # the least size of each dimension
 
     @property
     def num_tensors(self) -> int:
@@ -628,7 +658,7 @@ class _Trial:
             float(verdict.is_mean),
             float(verdict.is_divided),
             float(refuted),
-            self._same_sample(verdict.best),
+            self._same_sample(verdict.best, 0),
             float(self._num_rows),
             self._replays.close(loss),  # larger where only one worker's can be run in more bits
         ]
@@ -639,6 +669,11 @@ class _Trial:
 
     def verdict(self, loss: Tensor, num_rows: int) -> LossVerdict:
         """Try the share's loss with so many of its samples; call it on all workers."""
+        self._find_dims()
+        return self._replays.verdict(loss, num_rows)
+
+    def _find_dims(self) -> None:
+        """Find the dimensions of samples, and those of other unlike sizes; call it on all."""
         table = [size for t in self._tensors for size in [*t.shape, *[-1] * 8][:8]]
         found = _of_all(self._training, [self._num_rows, *table])
         rows, sizes = found[:, 0].tolist(), found[:, 1:].view(len(found), -1, 8).tolist()
@@ -658,7 +693,56 @@ class _Trial:
             self._others[id(tensor)] = [
                 d for d in unlike if are_unlike and d != self._dims.get(id(tensor))
             ]
-        return self._replays.verdict(loss, num_rows)
+            self._sizes[id(tensor)] = [int(min(column)) for column in columns]
+
+    def padded(self, loss: Tensor) -> "_Found | None":
+        """The losses of one sample that each worker pads as its share; call it on all workers.
+
+        It is the longest of the shortest share; the others pad it as they pad their own.
+
+        Returns:
+            None where all are as long, or it is not seen what pads.
+        """
+        self._find_dims()
+        # Code that has read lengths would read others.
+        reads = any(map(self._recorded.uses, ("_pack_padded_sequence", "_local_scalar_dense")))
+        if reads or not any(self._others.values()):
+            return None
+        told = _of_all(self._training, self._padding()).tolist()
+        source = next((rank for rank, found in enumerate(told) if found[0]), None)
+        if source is None or any(padding < 0 for _, _, padding in told):
+            return None
+        place, padding = self._training.place, told[self._training.place.rank][2]
+        value = self._same_sample(told[source][1], source, padding=padding)
+        own = torch.tensor([value, self._num_rows, self._replays.close(loss)], dtype=torch.float64)
+        losses, rows, close = gathered(own.to(place.device), place=place).T.tolist()
+        return _Found(True, True, False, losses, rows, max(close))
+
+    def _padding(self) -> tuple[bool, int, int]:
+        """(whether no share is shorter, its longest sample, one that ends in padding or -1)."""
+        is_shortest, runs, seen = True, [], []
+        for tensor in self._recorded.leaves.values():
+            dim = self._dims.get(id(tensor))
+            for d in self._others.get(id(tensor), ()):
+                if dim is None or tensor.shape[dim] != self._num_rows:
+                    return False, 0, -1
+                is_shortest = is_shortest and tensor.shape[d] == self._sizes[id(tensor)][d]
+                entries = tensor.detach().movedim((dim, d), (0, 1))
+                entries = entries.reshape(*entries.shape[:2], -1)
+                ends = _run_at_end((entries == entries[:, -1:]).all(-1))
+                same = (entries == entries[ends.argmax(), -1]).all(-1)
+                run = _run_at_end(same)
+                # What pads ends several samples, not all, and stands within none; else it may be a
+                # token that ends texts.
+                is_end = 1 < int((run > 0).sum()) < len(run) and bool((same.sum(1) == run).all())
+                runs.append(run)
+                seen += [run] if is_end else []
+        if not runs:
+            return False, 0, -1
+        longest = int(torch.stack(seen).sum(0).argmin()) if seen else 0
+        shared = torch.stack(runs).amin(0)
+        ends_so = int(shared.argmax()) if seen and int(shared.max()) > 1 else int(is_shortest) - 1
+        return is_shortest, longest, ends_so
 
     def _check_sum(self) -> None:
         """Refuse a sum with a worker's batch size or the workers' number in it.
@@ -693,21 +777,33 @@ class _Trial:
                 return at
         raise TargetError("what the loss is divided by is not kept in its graph", hint=_HINT)
 
-    def _same_sample(self, best: int) -> float:
-        """The loss of a batch of the first worker's one sample, repeated; call it on all."""
+    def _same_sample(self, best: int, source: int, *, padding: int | None = None) -> float:
+        """The loss of a batch of one worker's one sample, repeated; call it on all.
+
+        Args:
+            best: The sample.
+            source: The worker.
+            padding: A sample of this worker whose end pads it; None repeats its first entry.
+        """
         place, rows = self._training.place, self._num_rows
 
         def repeated(tensor: Tensor) -> Tensor:
             dim = self._dims.get(id(tensor))
             if dim is None:
                 return tensor.detach()
-            each = tensor.shape[dim] // rows
-            entry = tensor.detach().narrow(dim, best * each if place.rank == 0 else 0, each)
-            for other in self._others[id(tensor)]:
-                entry = entry.narrow(other, 0, 1)
+            each, others = tensor.shape[dim] // rows, self._others[id(tensor)]
+            entry = tensor.detach().narrow(dim, best * each if place.rank == source else 0, each)
+            for d in others:
+                entry = entry.narrow(d, 0, 1 if padding is None else self._sizes[id(tensor)][d])
             # A script may have moved it to its device after the batch was read.
             sent = entry.to(wire_device(place.device), torch.float64, copy=True).contiguous()
-            peers.broadcast(sent, src=0)
+            peers.broadcast(sent, src=source)
+            for d in others if padding is not None else ():
+                end = tensor.detach().narrow(dim, padding * each, each).narrow(d, -1, 1).to(sent)
+                for other in others:
+                    end = end if other == d else end.narrow(other, 0, sent.shape[other])
+                sizes = [tensor.shape[d] - n if at == d else -1 for at, n in enumerate(sent.shape)]
+                sent = torch.cat([sent, end.expand(sizes)], d)
             repeats = [rows if d == dim else 1 for d in range(tensor.dim())]
             return torch.empty_like(tensor).copy_(sent.to(tensor.dtype).repeat(repeats))
 
@@ -722,6 +818,11 @@ class _Trial:
             return self._replays.evaluated(change, self._recorded.leaves, None)[0]
         except Exception:
             return math.nan
+
+
+def _run_at_end(found: Tensor) -> Tensor:
+    """[rows] how many of each row's [rows, entries] last entries are true."""
+    return found.flip(1).cumprod(1).sum(1)
 
 
 def _is_compiled() -> bool:

@@ -305,6 +305,7 @@ HABITS_REFUSED = {
     "keep_a_centre": "something in it follows from a worker's own share",
     "take_gradients": "gradients of the model's parameters, which would be those of",
     "call_a_part": "batch norm in training mode, which would see a worker's own share",
+    "read_padding": "the model or the loss reads padding",
     "take_a_root_in_16_bits": "is not the mean of its samples' losses",
 }
 
@@ -316,6 +317,15 @@ def test_what_a_share_would_change_is_refused_in_a_line(tmp_path: Path, plan_of:
     assert_refused(
         launch(tmp_path, plan, SCRIPTS / "habits.py", "said", "refused"), tmp_path, HABITS_REFUSED
     )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_script_that_goes_back_from_no_loss_is_refused(tmp_path: Path, plan_of: Plans) -> None:
+    plan = plan_of([(1, 16), (1, 14)])
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "habits.py", "said", "by hand")
+    assert code == 2
+    assert "went back from no loss" in stderr
 
 
 @pytest.mark.slow

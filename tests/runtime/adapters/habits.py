@@ -1,6 +1,6 @@
 """Habits of scripts for torchrun: hooks on parameters, loops over sequences; and what is refused.
 
-Usage: habits.py ANSWER [refused]
+Usage: habits.py ANSWER [refused | by hand]
 """
 
 import json
@@ -201,6 +201,37 @@ def take_gradients():
             dist.all_reduce(gradient)
 
 
+class Convolved(nn.Module):
+    """Its last place reads what is behind the sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(10, 8), nn.Conv1d(8, 10, 3, padding=1)
+
+    def forward(self, tokens):
+        """The logits of all places."""
+        return self.out(self.embedding(tokens).transpose(1, 2))
+
+
+def read_padding():
+    """Targets that padding does not count in, and a model that reads it."""
+    model, optimizer = made(Convolved)
+    batches = DataLoader(rows, batch_size=30 // world_size, sampler=sampler, collate_fn=padded)
+    for tokens in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(tokens), tokens, ignore_index=0).backward()
+        optimizer.step()
+
+
+def take_gradients_by_hand():
+    """Gradients that are summed by hand, without a wrapped model."""
+    weight = torch.zeros(6, 3)
+    for inputs, targets in loader:
+        gradient = torch.func.grad(lambda w: cross_entropy(inputs @ w, targets))(weight)  # noqa: B023
+        dist.all_reduce(gradient)
+        weight = weight - 0.1 * gradient / world_size
+
+
 def call_a_part():
     """Batch norm in a part of the model that is called by itself."""
     model, _ = made(Normed)
@@ -217,7 +248,10 @@ def take_a_root_in_16_bits():
         optimizer.step()
 
 
-if asked:
+if asked == ["by hand"]:
+    take_gradients_by_hand()
+    found = {}
+elif asked:
     from hetflow.schema.errors import TargetError
 
     said = {}
@@ -229,6 +263,7 @@ if asked:
         sum_later,
         keep_a_centre,
         take_a_root_in_16_bits,
+        read_padding,
         take_gradients,
         call_a_part,
         set_rates_alone,  # its workers stay unlike
