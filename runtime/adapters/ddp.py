@@ -237,11 +237,8 @@ def _wrap_shared(
     nn.Module.__init__(self)
     self.module, self.device_ids = module, device_ids
     self.device = next(module.parameters()).device
-    self.device_type, self.reducer, self._get_ddp_logging_data = (
-        self.device.type,
-        _NoReducer(),
-        dict,
-    )
+    self.device_type, self._get_ddp_logging_data = self.device.type, dict
+    self.reducer = self.logger = _NoReducer()  # a communication hook asks either
     self.process_group, self.broadcast_buffers = torch.distributed.group.WORLD, False
     self.require_backward_grad_sync = self.require_forward_param_sync = True
     self.find_unused_parameters = bool(options.get("find_unused_parameters"))

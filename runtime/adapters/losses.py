@@ -799,7 +799,8 @@ class _Trial:
             sent = entry.to(wire_device(place.device), torch.float64, copy=True).contiguous()
             peers.broadcast(sent, src=source)
             for d in others if padding is not None else ():
-                end = tensor.detach().narrow(dim, padding * each, each).narrow(d, -1, 1).to(sent)
+                end = tensor.detach().narrow(dim, (padding or 0) * each, each).narrow(d, -1, 1)
+                end = end.to(sent)
                 for other in others:
                     end = end if other == d else end.narrow(other, 0, sent.shape[other])
                 sizes = [tensor.shape[d] - n if at == d else -1 for at, n in enumerate(sent.shape)]

@@ -987,7 +987,7 @@ class Training:
             )
         self.answer()
         piece, is_scalar = self.piece, tensor.dim() == 0
-        own = (tensor[None] if is_scalar else tensor).contiguous()
+        own = (tensor[None] if is_scalar else tensor).detach().contiguous()
         # A loss, repeated as often as the script's batch has samples.
         is_repeated = piece is not None and own.shape[0] == piece.batch_size != piece.own_samples
         samples = self.pass_samples if is_scalar else piece and piece.own_samples

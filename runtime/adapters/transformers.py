@@ -127,12 +127,13 @@ def _compute(
     """Compute a loss, and note by how many items it is divided, for trials."""
     self.items_asked = values[1] if len(values) > 1 else options.get("num_items_in_batch")
     form: LossForm | None = self.form_now
+    given = copy.copy(inputs)  # Trainer takes the labels out for a compute_loss_func
     reads_graph = form is not None and form.kind in _READ
     with torch.set_grad_enabled(reads_graph or torch.is_grad_enabled()):
         made = original(model, inputs, *values, **options)
     if form is not None:
         loss = made[0] if isinstance(made, tuple) else made
-        form.check(loss, inputs)
+        form.check(loss, given)
         known = training().known_losses
         if known is not None:
             known.add(loss.grad_fn)

@@ -56,7 +56,7 @@ for epoch in range(3):
             loss = outputs.loss
             total_loss += loss.detach().float()
             accelerator.backward(loss)
-            steps.append(accelerator.gather(loss.detach()).mean().item())
+            steps.append(accelerator.gather(loss).mean().item())
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -53,7 +53,15 @@ arguments = TrainingArguments(
     report_to=[],
     disable_tqdm=True,
 )
-trainer = Trainer(model, arguments, data_collator=pad, train_dataset=data)
+
+
+def mean_over_labels(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+
+trainer = Trainer(
+    model, arguments, data_collator=pad, train_dataset=data, compute_loss_func=mean_over_labels
+)
 trainer.train()
 if trainer.is_world_process_zero():
     logs = [{"loss": e["loss"]} for e in trainer.state.log_history if "loss" in e]
