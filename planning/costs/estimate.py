@@ -98,6 +98,7 @@ def estimated_profile(
     points = [_point(counts, found, estimator, reserve_bytes) for found in counts.passes]
     fitting = [point for point in points if point.peak_memory_bytes <= spec.memory_bytes]
     states = (2 + counts.optimizer.state_bytes_per_weight_byte) * counts.weight_bytes
+    states += counts.frozen_weight_bytes or 0
 
     def shared_of(curve: list[BatchPoint]) -> tuple[BatchPoint, ...]:
         return tuple(p for p in curve if p.peak_memory_bytes - states <= spec.memory_bytes)

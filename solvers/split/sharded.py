@@ -27,6 +27,7 @@ from ...planning.costs.sharding import (
     room_bytes,
     shared_ratio,
     step_seconds,
+    transfers,
 )
 from ...schema.choices import Activations, Shard
 from ...schema.errors import InfeasibleError
@@ -288,7 +289,8 @@ def solve(problem: ShardedProblem) -> Plan:
     """Minimise the predicted step over shares of the batch and of the states.
 
     Exact. Devices may stay unused. Deterministic: of equally fast choices the first in the order of
-    ``problem.shards``, then with the fewest rounds. Shares of states are as even as memory allows.
+    ``problem.shards``, then with the fewest rounds. Activations are kept where that takes no
+    longer. Shares of states are as even as memory allows.
 
     Returns:
         A plan that ``checks.sharded_split.check`` accepts for ``problem``, proved optimal.
@@ -306,6 +308,7 @@ def solve(problem: ShardedProblem) -> Plan:
     if best is None:
         raise _does_not_fit(problem)
     step, choice, compute, end = best
+    choice, compute = _simplest(choice, compute, end)
     groups = tuple(_groups(choice, choice.work(compute, end), end))
     predicted = predict(problem, choice.shard, groups)
     refuted = [one for choice in choices for one in _refuted(choice, step * _BELOW)]
@@ -375,6 +378,20 @@ def _fastest(choice: _Choice, cutoff: float) -> tuple[float, float, float] | Non
         cutoff = choice.step_seconds(times[last], end)
         found = cutoff, times[last], end
     return found
+
+
+def _simplest(choice: _Choice, seconds: float, end: float) -> tuple[_Choice, float]:
+    """A choice without recomputed or offloaded passes of types whose step is as long without them.
+
+    Returns:
+        It, and the time of its passes: they may be as long as the transfers that they hide.
+    """
+    longest = max(seconds, transfers(choice.problem, choice.shard)[0])
+    for left_out in sorted({(one.activations, one.kind) for one in choice.entries}):
+        entries = tuple(e for e in choice.entries if (e.activations, e.kind) != left_out)
+        if left_out[0] != "kept" and (fewer := replace(choice, entries=entries)).fits(longest, end):
+            choice, seconds = fewer, longest
+    return choice, seconds
 
 
 def _refuted(choice: _Choice, seconds: float) -> Iterator[RefutedShares]:
