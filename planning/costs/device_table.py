@@ -54,9 +54,8 @@ class DeviceSpec:
     @property
     def host_bytes_per_second(self) -> float:
         """Of the link to the host, one way: PCIe, of the generation that comes with ``link``."""
-        if self.link.startswith("PCIe"):
-            return self.link_bytes_per_second
-        return next(rate for link, rate in _HOST_LINKS.items() if self.link.startswith(link))
+        known = (rate for link, rate in _HOST_LINKS.items() if self.link.startswith(link))
+        return next(known, self.link_bytes_per_second)
 
 
 _HOST_LINKS = {
