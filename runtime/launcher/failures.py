@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from ...devices.collectives import NUM_LINES, find_abort
 from ...schema.errors import LaunchError
-from ...schema.records import adapter_of, faults_of
+from ...schema.records import adapter_of
 from ..protocol.ended import FailureNote, read_note
+from ..protocol.messages import faults_in
 
 TAIL_LINES = 25
 
@@ -93,8 +94,7 @@ class Failure:
         try:
             failure: Failure = adapter_of(cls).validate_json(text)
         except ValidationError as error:
-            faults = " ".join("; ".join(faults_of(error)).split())[:300]
-            said = f"another host failed, and how cannot be read here: {faults}"
+            said = f"another host failed, and how cannot be read here: {faults_in(error)}"
             return cls(exit_code=1, error=said)
         return failure
 

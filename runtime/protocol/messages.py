@@ -82,18 +82,20 @@ def answer_of(text: bytes) -> RankAnswer | Refused:
     return found
 
 
+def faults_in(error: ValidationError) -> str:
+    """What is wrong with a text, in one line of sane length; a key may have several lines."""
+    return " ".join("; ".join(faults_of(error)).split())[:300]
+
+
 def _read(text: bytes, expected: Any, who: str) -> Any:
     try:
         return adapter_of(expected).validate_json(text)
     except ValidationError as error:
-        faults = " ".join("; ".join(faults_of(error)).split())[:300]
         raise LaunchError(
-            f"{who} greets in a way that this version of hetflow cannot read: {faults}",
+            f"{who} greets in a way that this version of hetflow cannot read: {faults_in(error)}",
             hint="all hosts need the same version of hetflow",
         ) from None
 
-
-MAX_SENTENCE_CHARACTERS = 300
 
 Ranks = dict[str, Index]
 """Worker name -> rank; a worker's rank may change, its name does not."""
@@ -299,8 +301,7 @@ def _decoded(line: bytes, expected: Any) -> Any:
     try:
         return adapter_of(expected).validate_json(line)
     except ValidationError as error:
-        said = " ".join("; ".join(faults_of(error)).split())  # a key may have several lines
-        raise ProblemError(said[:MAX_SENTENCE_CHARACTERS]) from None
+        raise ProblemError(faults_in(error)) from None
 
 
 def _check_ranks(config: LaunchConfig, ranks: Ranks) -> None:
