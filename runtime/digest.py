@@ -38,5 +38,5 @@ def digest_of_pieces(tensors: Iterable[InPieces]) -> str:
     for tensor in tensors:
         digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
         for piece in tensor.pieces:
-            digest.update(memoryview(byte_view(piece.cpu()).numpy()))  # copies no host memory
+            digest.update(byte_view(piece.cpu()).numpy().data)  # copies no host memory
     return digest.hexdigest()
