@@ -25,8 +25,7 @@ from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text
 from hetflow.solvers.market.odds import price_correlation
-from hetflow.solvers.market.offers import Prices, job_on, prices_of
-from hetflow.solvers.market.price_strategies import bound, strategies
+from hetflow.solvers.market.offers import Prices, bound, job_on, prices_of, strategies
 from hetflow.tests.data import reference
 
 DAY = 86400.0

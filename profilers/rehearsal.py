@@ -33,16 +33,12 @@ _MOST_EXTRA_SECONDS = 60.0
 
 
 def config_of(
-    virtual_node_sizes: Sequence[Sequence[int]],
-    *,
-    model: str = "model",
-    device_type: str = DEVICE_TYPE,
+    virtual_node_sizes: Sequence[Sequence[int]], *, device_type: str = DEVICE_TYPE
 ) -> LaunchConfig:
     """The launch config of a split.
 
     Args:
         virtual_node_sizes: [workers] the batch sizes of its virtual nodes.
-        model: Name of the model.
         device_type: Of every worker.
     """
     numbers = iter(range(sum(map(len, virtual_node_sizes))))
@@ -55,7 +51,7 @@ def config_of(
         for rank, sizes in enumerate(virtual_node_sizes)
     )
     total = sum(map(sum, virtual_node_sizes))
-    return LaunchConfig(model=model, global_batch_size=total, workers=workers)
+    return LaunchConfig(model="model", global_batch_size=total, workers=workers)
 
 
 def rehearse(

@@ -226,15 +226,10 @@ def outputs(store: ClusterStore, number: int) -> list[tuple[str, Path]]:
     return [(each, path) for each, path in paths if path.is_file()]
 
 
-def finished_runs(
-    store: ClusterStore, number: int, *, most: int = 20
-) -> tuple[Path, str | None, list[Path]]:
-    """A job's profiles and model, and the runs of jobs done with these, the last ones first.
+def finished_runs(store: ClusterStore, number: int) -> tuple[Path, str | None, list[Path]]:
+    """A job's profiles and model, and the last 20 runs of jobs done with these, the last first.
 
-    Args:
-        store: The state.
-        number: The job.
-        most: How many runs; those that changed devices while they ran are left out.
+    Those that changed devices while they ran are left out.
 
     Raises:
         ProblemError: There is no such run, or the job has throughputs instead of profiles.
@@ -250,8 +245,8 @@ def finished_runs(
         "SELECT jobs.number, leases.number AS lease FROM jobs JOIN leases "
         "ON leases.job = jobs.number AND leases.exit_code = 0 AND leases.launch IS NULL "
         "WHERE jobs.state = 'done' AND uid IS NULL AND json_extract(submission, '$.profiles') = ? "
-        "AND json_extract(submission, '$.model') IS ? ORDER BY leases.ended DESC LIMIT ?",
-        asked["profiles"], asked.get("model"), most,
+        "AND json_extract(submission, '$.model') IS ? ORDER BY leases.ended DESC LIMIT 20",
+        asked["profiles"], asked.get("model"),
     )  # fmt: skip
     folders = [store.lease_folder(row["number"], row["lease"]) / RUN for row in rows]
     found = [folder for folder in folders if (folder / "run.json").is_file()]

@@ -46,8 +46,6 @@ def launch_command(
     deployment: Deployment,
     *,
     plan: str | None = None,
-    devices: str = '"$devices"',
-    endpoint: str = '"$host:$port"',
     folder: str | None = None,
 ) -> str:
     """``hetflow launch`` on one host of a deployment.
@@ -55,15 +53,13 @@ def launch_command(
     Args:
         deployment: What to launch.
         plan: The shell's word for the plan's path; None takes the user's.
-        devices: The shell's word for what this host offers.
-        endpoint: The shell's word for the rendezvous.
         folder: The shell's word for the run's folder; None takes one that no other host has,
             should they share a folder.
     """
     words = ["hetflow", "launch"]
     if deployment.num_hosts > 1:
         words += ["--nnodes", str(deployment.num_hosts), "--node-rank", '"$rank"']
-        words += ["--rdzv-endpoint", endpoint, "--devices", devices]
+        words += ["--rdzv-endpoint", '"$host:$port"', "--devices", '"$devices"']
     words += ["--seed", str(deployment.seed), "--determinism", deployment.determinism]
     if deployment.checkpoint is not None:
         words += ["--checkpoint", shlex.quote(deployment.checkpoint)]

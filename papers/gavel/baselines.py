@@ -16,22 +16,14 @@ class AlloX:
     A job that is k-th from the end of a device's queue delays k jobs, itself included, by its
     time there; the assignment of jobs to (device, k) of least total delay is the schedule of least
     average completion time. The first job of each queue gets its device and keeps it; the others
-    are matched anew next time. Only the longest waiting ``alpha`` of the jobs, but at least one
-    for each free device, are looked at; below 1, the default of Gavel's runs, long ones are not
-    put off for ever. Devices of a
-    type are alike, so ceil(jobs / devices) places of each suffice: the assignment has at most
-    types * (jobs + devices) columns.
+    are matched anew next time. Devices of a type are alike, so ceil(jobs / devices) places of each
+    suffice: the assignment has at most types * (jobs + devices) columns.
     """
 
     name, agnostic, shares_space, leaves_idle = "allox", False, False, False
 
-    def __init__(self, alpha: float = 1.0) -> None:
-        """Start empty.
-
-        Args:
-            alpha: Part of the waiting jobs that are looked at.
-        """
-        self.alpha = alpha
+    def __init__(self) -> None:
+        """Start empty."""
         self._type: dict[str, int] = {}
 
     def allocate(self, active: Active, now_seconds: float) -> Shares:
@@ -55,9 +47,7 @@ class AlloX:
             else:  # fewer devices are up than ran jobs: the last to come waits again
                 del self._type[id_]
         waiting = [i for i, id_ in enumerate(here) if id_ not in self._type]
-        devices = int(free.sum())
-        waiting = waiting[: max(devices, int(self.alpha * len(waiting)))]
-        if devices and waiting:
+        if free.any() and waiting:
             self._match(active, waiting, free)
         share = np.zeros_like(active.rate)
         for i, id_ in enumerate(here):

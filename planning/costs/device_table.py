@@ -9,7 +9,6 @@ before you spend money by them. The 16-bit rates of Quadro RTX cards are eight t
 rates, that of the RTX 2080 Ti four times. The sheet of the passive Quadro RTX 6000 has it so.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...schema.errors import ProblemError
@@ -166,17 +165,17 @@ SPECS: tuple[DeviceSpec, ...] = (
 # fmt: on
 
 
-def spec_of(name: str, specs: Sequence[DeviceSpec] = SPECS) -> DeviceSpec:
+def spec_of(name: str) -> DeviceSpec:
     """The row of that name; of a device type alone, its first (the least memory).
 
     Raises:
         ProblemError: There is no such row; names the nearest.
     """
-    for spec in specs:
+    for spec in SPECS:
         if name.lower() in (spec.name.lower(), spec.device_type.lower()):
             return spec
-    known = [known for spec in specs for known in (spec.device_type, spec.name)]
-    types = ", ".join(dict.fromkeys(spec.device_type for spec in specs))
+    known = [known for spec in SPECS for known in (spec.device_type, spec.name)]
+    types = ", ".join(dict.fromkeys(spec.device_type for spec in SPECS))
     raise ProblemError(
         f"spec:{name}: the device table has no such device"
         + did_you_mean(name, known, before="; "),

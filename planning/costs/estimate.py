@@ -73,29 +73,19 @@ class Estimator:
         return self.spec.link_bytes_per_second * self.efficiency.link
 
 
-def estimated_profile(
-    counts: ModelCounts,
-    estimator: Estimator,
-    *,
-    model: str,
-    device_type: str | None = None,
-    reserve_bytes: int = RESERVE_BYTES,
-) -> Profile:
+def estimated_profile(counts: ModelCounts, estimator: Estimator, *, model: str) -> Profile:
     """Estimate a profile.
 
     Args:
         counts: Of the model, at the batch sizes and microbatch sizes to estimate.
         estimator: The device.
         model: The model's name.
-        device_type: The profile's device type; None: as the table names it.
-        reserve_bytes: Memory of the device that no tensor may take.
 
     Raises:
         InfeasibleError: Not even the smallest batch fits, and there are no layers for a pipeline.
     """
     spec = estimator.spec
-    name = device_type or spec.device_type
-    points = [_point(counts, found, estimator, reserve_bytes) for found in counts.passes]
+    points = [_point(counts, found, estimator) for found in counts.passes]
     fitting = [point for point in points if point.peak_memory_bytes <= spec.memory_bytes]
     states = (2 + counts.optimizer.state_bytes_per_weight_byte) * counts.weight_bytes
     states += counts.frozen_weight_bytes or 0
@@ -104,9 +94,7 @@ def estimated_profile(
         return tuple(p for p in curve if p.peak_memory_bytes - states <= spec.memory_bytes)
 
     others: dict[str, Any] = {
-        CURVES[how]: shared_of(
-            [_point(counts, found, estimator, reserve_bytes) for found in passes]
-        )
+        CURVES[how]: shared_of([_point(counts, found, estimator) for found in passes])
         for how, passes in counts.others.items()
     }
     shared = shared_of(points)
@@ -122,7 +110,7 @@ def estimated_profile(
     error = ESTIMATED_ERROR.of(counts.passes[0].forward)
     return Profile(
         model=model,
-        device_type=name,
+        device_type=spec.device_type,
         device_memory_bytes=spec.memory_bytes,
         weight_bytes=counts.weight_bytes,
         frozen_weight_bytes=counts.frozen_weight_bytes,
@@ -152,9 +140,9 @@ def estimated_profile(
         ),
         optimizer=counts.optimizer,
         step_error=error,
-        base_memory_bytes=reserve_bytes,
+        base_memory_bytes=RESERVE_BYTES,
         estimate=Estimate(
-            device_type=name,
+            device_type=spec.device_type,
             spec=spec.name,
             source=spec.source,
             precision=estimator.precision,
@@ -167,7 +155,7 @@ def estimated_profile(
             "source": spec.source,
             "torch": counts.torch,
             "num_parameters": counts.num_parameters,
-            "reserve_bytes": reserve_bytes,
+            "reserve_bytes": RESERVE_BYTES,
             "sync": "a ring over the device's link, counted as not overlapped with passes",
             **_how_shared(counts),
         },
@@ -184,11 +172,9 @@ def _how_shared(counts: ModelCounts) -> dict[str, str]:
     return {"tensor_layers": f"{how}; degrees divide {counts.tensor_divisor} heads"}
 
 
-def _point(
-    counts: ModelCounts, found: PassCounts, estimator: Estimator, reserve_bytes: int
-) -> BatchPoint:
+def _point(counts: ModelCounts, found: PassCounts, estimator: Estimator) -> BatchPoint:
     """A pass, and the most of a step's memory: in the pass or in the update."""
-    standing = counts.standing_bytes + found.batch_bytes + reserve_bytes
+    standing = counts.standing_bytes + found.batch_bytes + RESERVE_BYTES
     return BatchPoint(
         batch_size=found.batch_size,
         step_seconds=estimator.pass_seconds(found),

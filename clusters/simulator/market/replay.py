@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from ....schema.errors import InfeasibleError, ProblemError
 from ....schema.market import HeldOffer, StrategyReplay
 from ....solvers.market.job import Held, Moment, RentJob, RentPolicy
-from ....solvers.market.offers import Offer, OfferHistory, Prices
-from ....solvers.market.price_strategies import bound, strategies
+from ....solvers.market.offers import Offer, OfferHistory, Prices, bound, strategies
 
 _DONE_SECONDS = 1e-3
 _JUST = 1e-6  # seconds that rounding may add

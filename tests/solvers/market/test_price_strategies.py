@@ -13,8 +13,15 @@ from hetflow.clusters.simulator.market.replay import compare, compare_from, stra
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, StrategyReplay, utc_text
 from hetflow.solvers.market.job import RentJob
-from hetflow.solvers.market.offers import OfferHistory, Prices, history_of, job_on, prices_of
-from hetflow.solvers.market.price_strategies import bound, strategies
+from hetflow.solvers.market.offers import (
+    OfferHistory,
+    Prices,
+    bound,
+    history_of,
+    job_on,
+    prices_of,
+    strategies,
+)
 
 HOUR = 3600.0
 MACHINES = (
