@@ -48,22 +48,31 @@ class Entry:
         return sum(self.counts)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventOptions:
+    """What happens besides decisions.
+
+    ``resize_seconds`` stop a job whenever its devices change, ``restart_seconds`` (None: as many)
+    one that gets devices again after it had none. ``failures`` are of devices. Spans name devices
+    on the servers of ``layout``; None: those of ``failures``, else a flat pool.
+    """
+
+    resize_seconds: float = 0.0
+    restart_seconds: float | None = None
+    failures: FailureOptions | None = None
+    layout: DeviceLayout | None = None
+    records_spans: bool = True
+
+
 class EventCluster:
     """Keeps virtual time and all records; subclasses allocate the devices in ``schedule``."""
 
     def __init__(
-        self,
-        jobs: Iterable[Job],
-        pool: ClusterPool,
-        resize_seconds: float,
-        failures: FailureOptions | None,
-        *,
-        gangs: bool,
-        restart_seconds: float | None = None,
-        layout: DeviceLayout | None = None,
-        records_spans: bool = True,
+        self, jobs: Iterable[Job], pool: ClusterPool, options: EventOptions, *, gangs: bool
     ) -> None:
+        resize_seconds, restart_seconds = options.resize_seconds, options.restart_seconds
         restart_seconds = resize_seconds if restart_seconds is None else restart_seconds
+        failures = options.failures
         for what, seconds in (("resize", resize_seconds), ("restart", restart_seconds)):
             if not 0 <= seconds < float("inf"):
                 raise ProblemError(f"a {what} must take a finite time of >= 0 s, got {seconds} s")
@@ -76,8 +85,8 @@ class EventCluster:
         self.busy = [0.0] * len(pool.types)
         self.outcomes: list[JobOutcome] = []
         self.book: SpanBook | None = None
-        if records_spans:
-            layout = layout or (None if failures is None else failures.layout)
+        if options.records_spans:
+            layout = options.layout or (None if failures is None else failures.layout)
             self.book = SpanBook(pool.types, pool.capacity.tolist(), layout)
         self.events = 0
         self.hourly = pool.hourly()
@@ -271,23 +280,16 @@ class EventCluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FairShareOptions:
+class FairShareOptions(EventOptions):
     """``elastic`` is algorithm 1; under ``static_priority`` no job is resized or overtaken.
 
-    ``resize_seconds`` stop a job whenever it is resized, ``restart_seconds`` (None: as many) one
-    that gets devices again after it had none. ``efficiency`` maps (devices, demand)
-    to the part of the full rate. ``failures`` of devices: an elastic job goes on with fewer, any
-    other starts again, once it has all its devices, from where it was. Spans name devices on the
-    servers of ``layout``; None: those of ``failures``, else a flat pool.
+    ``efficiency`` maps (devices, demand) to the part of the full rate. When devices fail, an
+    elastic job goes on with fewer, any other starts again, once it has all its devices, from where
+    it was.
     """
 
     scheduler: Literal["elastic", "static_priority"] = "elastic"
-    resize_seconds: float = 0.0
-    restart_seconds: float | None = None
     efficiency: Callable[[int, int], float] = field(default=lambda n, demand: n / demand)
-    failures: FailureOptions | None = None
-    layout: DeviceLayout | None = None
-    records_spans: bool = True
 
 
 def simulate_fair_share(
@@ -315,11 +317,7 @@ def simulate_fair_share(
 class _FairShare(EventCluster):
     def __init__(self, jobs: Iterable[Job], pool: ClusterPool, options: FairShareOptions) -> None:
         gangs = options.scheduler == "static_priority"
-        super().__init__(
-            jobs, pool, options.resize_seconds, options.failures,
-            gangs=gangs, restart_seconds=options.restart_seconds, layout=options.layout,
-            records_spans=options.records_spans,
-        )  # fmt: skip
+        super().__init__(jobs, pool, options, gangs=gangs)
         self.options = options
 
     def rate_of(self, entry: Entry, counts: Counts) -> float:
@@ -354,27 +352,18 @@ def _claim(entry: Entry) -> Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProposalOptions:
+class ProposalOptions(EventOptions):
     """Which of EasyScale's schedulers, and what else happens.
 
-    ``serving`` lists (from time, devices by
-    type that serving jobs hold from then on), in order. ``measured`` is the part of the estimated
-    rate that a job really reaches on its devices; where an increment turns out slower than
-    before, the job falls back and does not ask again for it. ``resize_seconds`` stop a job whenever
-    its devices change, ``restart_seconds`` (None: as many) one that gets devices again after it had
-    none. ``failures`` of devices: the job that
-    a device costs least yields one.
-    Spans name devices on the servers of ``layout``; None: those of ``failures``, else a flat pool.
+    ``serving`` lists (from time, devices by type that serving jobs hold from then on), in order.
+    ``measured`` is the part of the estimated rate that a job really reaches on its devices; where
+    an increment turns out slower than before, the job falls back and does not ask again for it.
+    When a device fails, the job that a device costs least yields one.
     """
 
     variant: Variant = Variant()
-    resize_seconds: float = 0.0
-    restart_seconds: float | None = None
     serving: tuple[tuple[float, Counts], ...] = ()
     measured: Callable[[Job, Counts], float] | None = None
-    failures: FailureOptions | None = None
-    layout: DeviceLayout | None = None
-    records_spans: bool = True
 
 
 def simulate_proposals(
@@ -419,11 +408,7 @@ def est_rate(capability: tuple[float, ...], counts: Counts, max_p: int) -> float
 
 class _Proposals(EventCluster):
     def __init__(self, jobs: Iterable[Job], pool: ClusterPool, options: ProposalOptions) -> None:
-        super().__init__(
-            jobs, pool, options.resize_seconds, options.failures,
-            gangs=False, restart_seconds=options.restart_seconds, layout=options.layout,
-            records_spans=options.records_spans,
-        )  # fmt: skip
+        super().__init__(jobs, pool, options, gangs=False)
         self.options = options
         self.refused: dict[str, set[Counts]] = {}
 

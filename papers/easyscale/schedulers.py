@@ -17,7 +17,7 @@ from ...clusters.mechanisms.easyscale import (
     plus,
 )
 from ...clusters.simulator.cases import SCHEDULERS, SimulatedScheduler, by_proposals
-from ...clusters.simulator.events import Counts, Entry, EventCluster, ProposalOptions, est_rate
+from ...clusters.simulator.events import Counts, Entry, EventCluster, EventOptions, est_rate
 from ...clusters.simulator.metrics import Simulation
 from ...schema.jobs import Job
 
@@ -125,18 +125,11 @@ VARIANTS.add("easyscale-homogeneous", Variant(mixes=False), __name__)
 def simulate_yarn(
     jobs: Iterable[Job],
     pool: ClusterPool,
-    options: ProposalOptions | None = None,
+    options: EventOptions | None = None,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> Simulation:
-    """Run jobs to their end; a gang that loses a device starts again from where it was.
-
-    Of the options, those of time, failures and spans count.
-    """
-    asked = options or ProposalOptions()
-    return _Yarn(
-        jobs, pool, asked.resize_seconds, asked.failures, gangs=True, layout=asked.layout,
-        restart_seconds=asked.restart_seconds, records_spans=asked.records_spans,
-    ).run(on_progress)  # fmt: skip
+    """Run jobs to their end; a gang that loses a device starts again from where it was."""
+    return _Yarn(jobs, pool, options or EventOptions(), gangs=True).run(on_progress)
 
 
 class _Yarn(EventCluster):
