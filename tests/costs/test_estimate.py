@@ -35,7 +35,7 @@ DEVICE = DeviceSpec(
     half_flops_per_second=800e9,
     has_bfloat16=False,
     memory_bytes_per_second=10e9,
-    link="wire",
+    link="PCIe",
     link_bytes_per_second=2e9,
     source="made up",
 )

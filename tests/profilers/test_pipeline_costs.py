@@ -213,7 +213,7 @@ def test_a_trial_is_what_a_launch_of_the_plan_would_run() -> None:
         noam=2, stage_cost="ring", solved="flat",
     )  # fmt: skip
     lowered = lower(plan)
-    workers = tuple(dataclasses.replace(worker, device=None) for worker in lowered.workers)
+    workers = tuple(dataclasses.replace(w, device=None, memory_bytes=None) for w in lowered.workers)
     assert dataclasses.replace(lowered, workers=workers, predicted_step_seconds=None) == config
 
 
