@@ -55,6 +55,19 @@ print(there.tolist() == x.tolist())
 torch.cuda.synchronize()
 print(there.tolist() == [0, 1, 2, 3])
 """
+BACK = """
+import torch
+x, there = torch.arange(4.0, device="cuda"), torch.zeros(4).pin_memory()
+back = torch.zeros(4, device="cuda")
+stream = torch.cuda.Stream()
+stream.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(stream):
+    there.copy_(x, non_blocking=True)
+WAITS
+back.copy_(there, non_blocking=True)
+print(back.tolist() == [0, 1, 2, 3])
+torch.cuda.synchronize()
+"""
 COUNTS = """
 import _fakecuda, torch
 x, away = torch.ones(4, device="cuda"), torch.zeros(4).pin_memory()
@@ -162,6 +175,15 @@ def test_a_missing_wait_is_a_race(tmp_path: Path, waits: str, faults: list[str])
 
 def test_pinned_memory_is_filled_when_the_host_has_waited(software: GpuHost) -> None:
     assert software("V100").python(LATE) == "False\nTrue\n"
+
+
+@pytest.mark.parametrize(
+    ("waits", "is_there"), [("torch.cuda.current_stream().wait_stream(stream)", True), ("", False)]
+)
+def test_pinned_memory_is_filled_for_a_stream_that_has_waited(
+    software: GpuHost, waits: str, is_there: bool
+) -> None:
+    assert software("V100").python(BACK.replace("WAITS", waits)) == f"{is_there}\n"
 
 
 @pytest.mark.parametrize(
