@@ -130,8 +130,8 @@ def _view(problem: Problem, asked: SolveRequest, trace: LayerTrace | None) -> Pa
         most_stages=1 if asked.sequence_parallel and cannot_spread(trace) else None,
         num_model_chunks=chunks_of(asked.num_model_chunks),
         sequence_parallel=bool(asked.sequence_parallel),
-        shard_optimizer=asked.shard_optimizer or asked.shard_gradients,
-        shard_gradients=asked.shard_gradients,
+        shard_optimizer=asked.shard_optimizer or asked.shard != "none",
+        shard_gradients=asked.shard == "gradients",
     )
 
 

@@ -376,8 +376,6 @@ class ReplicaSums:
             self._lent.append(bucket)
             bucket.flat = self._buffer(bucket)
         flat = bucket.flat
-        if not bucket.views:
-            flat.zero_()  # where others contribute
         if self._told is None:
             flags = flat[-len(gradients) :]
             if any(gradient is None for gradient in gradients):
@@ -387,7 +385,10 @@ class ReplicaSums:
         if not bucket.views:
             for slot, gradient in zip(bucket.slots, gradients, strict=True):
                 place = _place_of(slot, flat)
-                if gradient is not None and gradient.shape != slot.whole:
+                is_part = gradient is not None and gradient.shape != slot.whole
+                if gradient is None or is_part or not slot.contributes:
+                    place.zero_()  # where others contribute
+                if gradient is not None and is_part:
                     self._ownership.lanes.put(slot.name, gradient, place, self._rank)
                 elif gradient is not None and slot.contributes:
                     place.copy_(gradient)

@@ -133,12 +133,13 @@ class SolveRequest:
     shard: Annotated[
         AnyShard,
         Option(
-            read_by=("sharded",),
-            values={"none": ALL},
+            read_by=("sharded", "parallel"),
+            values={"none": ALL, "all": ("sharded",), "auto": ("sharded",)},
             open_values=("none",),
             panel=SPLIT,
             help="What devices share of the states, by their memory: the optimizer's, also "
-            "gradients, or all, weights too (ZeRO 1 to 3); auto: the fastest that fits.",
+            "gradients, or all, weights too (ZeRO 1 to 3); auto: the fastest that fits. Replicas "
+            "of a stage share the first two.",
         ),
     ] = "none"
     method: Annotated[
@@ -283,17 +284,8 @@ class SolveRequest:
         Option(
             read_by=("parallel",),
             panel=PARALLEL,
-            help="Let each replica of a stage keep and update a share of the optimizer's state "
-            "(ZeRO-1): less memory, more communication.",
-        ),
-    ] = False
-    shard_gradients: Annotated[
-        bool,
-        Option(
-            read_by=("parallel",),
-            panel=PARALLEL,
-            help="Let only the replica that updates a parameter get its gradient, too (ZeRO-2): as "
-            "much communication as without shares.",
+            help="Let each replica of a stage keep and update a share of the optimizer's state, as "
+            "--shard optimizer does: less memory, more communication.",
         ),
     ] = False
     market: Annotated["Markets | None", MARKET] = None

@@ -205,7 +205,9 @@ def test_a_smaller_replica_keeps_less_of_the_state(
         )
     pool = ("--gpus", "1xV100,1xP100", "--profiles", folder, "--optimizer", "adam")
     asked = (*pool, "--batch-size", 32, "--link-bytes-per-second", "1e12", "--microbatch-size", 1)
-    answer = hetflow("solve", "parallel", *asked, "--shard-gradients", "--no-recompute", "-o", plan)
+    answer = hetflow(
+        "solve", "parallel", *asked, "--shard", "gradients", "--no-recompute", "-o", plan
+    )
     assert answer.code == 0, answer.stderr
     document = json.loads(plan.read_text())
     shares = {g["device_type"]: g["state_share_bytes"] for g in document["stages"][0]["replicas"]}

@@ -107,7 +107,7 @@ CASES: dict[str, dict[str, Case]] = {
     "objective": {"waste": Case("waste", {}), "pipeline": Case("bottleneck", {})},
     "top": {"waste": Case(3, {}), "parallel": Case(4, {})},
     "method": {"milp": Case("highs", {})},
-    "shard": {"sharded": Case("optimizer", {})},
+    "shard": {"sharded": Case("optimizer", {}), "parallel": Case("gradients", {})},
     "virtual_nodes": dict.fromkeys(("split", "milp", "waste", "sharded"), Case(4, {})),
     "interpolate": dict.fromkeys(("split", "milp", "waste", "sharded"), UNEVEN),
     "schedule": {"pipeline": Case("gpipe", {}), "repetitive": Case("2bw", {})},
@@ -125,7 +125,6 @@ CASES: dict[str, dict[str, Case]] = {
     "recompute": {"parallel": Case(False, {}, KEEPS, "1xV100")},
     "sequence_parallel": {"parallel": Case(True, {})},
     "shard_optimizer": {"parallel": Case(True, {})},
-    "shard_gradients": {"parallel": Case(True, {"shard_optimizer": True})},
     "optimizer": dict.fromkeys(PLANNERS, Case(named_optimizer("adam"), {}, TIGHT)),
     "memory_reserve_bytes": dict.fromkeys(PLANNERS, Case(1 << 30, {})),
     "fastest": {
@@ -205,6 +204,8 @@ def test_auto_compares_the_kinds_that_read_what_is_asked() -> None:
     assert compared({**LINK, "num_stages": 2}) == {"pipeline"}
     assert compared({"virtual_nodes": 8}) == {"split"}
     assert compared({**LINK, "shard_optimizer": True}) == {"parallel"}
+    assert compared({**LINK, "shard": "optimizer"}) == {"split", "parallel"}
+    assert compared({"shard": "all"}) == {"split"}
     with pytest.raises(ProblemError, match="virtual_nodes and num_stages: no kind of plan"):
         solve(question_of(replace(base, virtual_nodes=8, num_stages=2)))
 
