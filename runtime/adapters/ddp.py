@@ -8,7 +8,7 @@ the share. accelerate and Trainer wrap their models by it too.
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 from ...schema.options import option
 from ..group import gathered
+from ..log import log
 from ..sync_batch_norm import NormCall, normalised
 from .losses import adapt as adapt_divisors
 from .patching import around
@@ -88,6 +89,7 @@ def _normalise(original: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 _CUT: WeakSet[Any] = WeakSet()
+_DRAWN: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # a sampler -> samples of its last order
 _SCALED: Any = WeakTensorKeyDictionary()
 
 
@@ -107,6 +109,7 @@ def adapt(torch_module: Any) -> None:
     around(DistributedDataParallel, "__init__", _wrap)
     around(DistributedDataParallel, "forward", _run)
     around(DistributedSampler, "__init__", _take_whole_order)
+    around(DistributedSampler, "__iter__", _draw_whole_order)
     around(DataLoader, "__init__", _cut_batches)
     around(DataLoader, "__iter__", _deliver)
     around(torch.autograd, "backward", _backward)  # Tensor.backward calls it
@@ -144,7 +147,31 @@ def _exchange(original: Any, *values: Any, **options: Any) -> Any:
     ]
     if current is not None and all(group == torch.distributed.group.WORLD for group in groups):
         current.answer()
+        if original.__name__ == "all_reduce":
+            op = values[1] if len(values) > 1 else options.get("op", torch.distributed.ReduceOp.SUM)
+            if op == torch.distributed.ReduceOp.SUM and not current.is_going_back:
+                _look_at_sum(current, values[0] if values else options.get("tensor"))
     return original(*values, **options)
+
+
+_LOOKS = [8]  # sums of the script's that are still looked at
+
+
+def _look_at_sum(current: Training, own: Any) -> None:
+    """Warn of a sum over workers that may be of means of their shares."""
+    is_number = isinstance(own, Tensor) and own.numel() == 1 and own.is_floating_point()
+    piece = current.piece
+    if not (is_number and piece and _LOOKS[0] and current.place.distributed):
+        return
+    _LOOKS[0] -= 1
+    told = [row[0] for row in current.numbers_of_all([float(own)])]
+    if len(set(current.shares(piece))) > 1 < len(set(told)) and any(n % 1 for n in told):
+        _LOOKS[0] = 0
+        if not current.place.rank:
+            log.warning(
+                "the script sums a number over workers that is not whole: where it is a mean over "
+                "a worker's share, sum its numerator and its count, and divide then"
+            )
 
 
 def _clear(original: Any, self: Any, *values: Any, **options: Any) -> None:
@@ -465,6 +492,40 @@ def _take_whole_order(
     original(self, dataset, 1, 0, *values, **options)
 
 
+def _draw_whole_order(original: Any, self: Any) -> Iterator[int]:
+    _DRAWN[self] = self.num_samples
+    found: Iterator[int] = original(self)
+    return found
+
+
+class _OwnOrder:
+    """The order of a script's own kind of DistributedSampler.
+
+    It may go on in the middle of an epoch. But it counts a worker's samples there, where the order
+    here is that of all workers.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        _DRAWN.pop(self._sampler, None)
+        number = 0
+        for index in self._sampler:
+            number += 1
+            yield index
+        whole = _DRAWN.get(self._sampler, number)
+        if number != whole:
+            raise TargetError(
+                f"{type(self._sampler).__name__} gives {number} of the {whole} samples of its "
+                "order, and may leave out those of one worker where the order is that of all",
+                hint="skip whole batches of the loader; or train with hf.prepare, which resumes",
+            )
+
+
 def _cut_batches(original: Any, self: Any, *values: Any, **options: Any) -> None:
     from torch.utils.data import BatchSampler
     from torch.utils.data.distributed import DistributedSampler
@@ -480,11 +541,14 @@ def _cut_batches(original: Any, self: Any, *values: Any, **options: Any) -> None
             hint="give it a batch_size",
         )
     current.loader_batch_size = self.batch_size
+    order: Any = self.sampler
     global_batch = self.batch_size * current.world_size
+    if type(order).__iter__ is not DistributedSampler.__iter__:
+        order = _OwnOrder(order)
     cut_loader(
         self,
         ShareSampler(
-            current, BatchSampler(self.sampler, global_batch, self.drop_last), dataset=self.dataset
+            current, BatchSampler(order, global_batch, self.drop_last), dataset=self.dataset
         ),
     )
 

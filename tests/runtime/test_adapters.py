@@ -305,6 +305,7 @@ HABITS_REFUSED = {
     "keep_a_centre": "something in it follows from a worker's own share",
     "take_gradients": "gradients of the model's parameters, which would be those of",
     "call_a_part": "batch norm in training mode, which would see a worker's own share",
+    "resume_by_position": "Resumed gives 75 of the 90 samples of its order",
     "read_padding": "the model or the loss reads padding",
     "take_a_root_in_16_bits": "is not the mean of its samples' losses",
 }
@@ -326,6 +327,7 @@ def test_a_script_that_goes_back_from_no_loss_is_refused(tmp_path: Path, plan_of
     code, stderr = launch(tmp_path, plan, SCRIPTS / "habits.py", "said", "by hand")
     assert code == 2
     assert "went back from no loss" in stderr
+    assert "sums a number over workers that is not whole" in stderr
 
 
 @pytest.mark.slow
