@@ -11,15 +11,7 @@ from .device_naming import device_type_name
 from .errors import ProblemError
 from .frames import Rows, Shown, fields_table, listed
 from .options import option
-from .records import (
-    Count,
-    Name,
-    PositiveBytes,
-    PositiveDollars,
-    PositiveRate,
-    Seconds,
-    record,
-)
+from .records import Count, Name, PositiveBytes, PositiveDollars, PositiveRate, Seconds, record
 from .spelling import did_you_mean
 
 Level = Literal["server", "rack", "zone", "pool"]

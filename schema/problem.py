@@ -9,16 +9,7 @@ from .errors import InfeasibleError, ProblemError
 from .optimizer import OptimizerState
 from .options import option
 from .profile import BatchPoint, Profile, Sync, curves_of
-from .records import (
-    Bytes,
-    Count,
-    Name,
-    PositiveBytes,
-    PositiveRate,
-    Ratio,
-    Seconds,
-    record,
-)
+from .records import Bytes, Count, Name, PositiveBytes, PositiveRate, Ratio, Seconds, record
 from .spelling import did_you_mean
 
 

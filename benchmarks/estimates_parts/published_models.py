@@ -3,13 +3,7 @@
 import torch
 from torch import nn
 
-from hetflow.profilers.zoo.models import (
-    Parts,
-    ResNet,
-    classification_loss,
-    image_batches,
-    resnet50,
-)
+from hetflow.profilers.zoo.models import Parts, ResNet, classification_loss, image_batches, resnet50
 
 GROUPS, BASE = 32, 128
 

@@ -334,7 +334,7 @@ class Variant:
 
 
 VARIANTS: Registry[Variant] = Registry(
-    "policy", group="hetflow.easyscale", own=(__name__, "hetflow.papers.easyscale.schedulers")
+    "policy", group="hetflow.easyscale", own=(__name__, "hetflow.papers.easyscale.taking")
 )
 """What users call them, of the simulator and of a live cluster."""
 VARIANTS.add("easyscale", Variant(), __name__)

@@ -24,12 +24,7 @@ from ..mechanisms.cluster.pool import ClusterPool
 from ..mechanisms.cluster.seats import DeviceLayout
 from ..mechanisms.easyscale import Variant
 from .arrivals import DrawOptions, draw_jobs
-from .events import (
-    FairShareOptions,
-    ProposalOptions,
-    simulate_fair_share,
-    simulate_proposals,
-)
+from .events import FairShareOptions, ProposalOptions, simulate_fair_share, simulate_proposals
 from .failures import FailureOptions
 from .market.many_jobs import MarketOptions, simulate_market
 from .metrics import Simulation, summarise

@@ -19,7 +19,8 @@ from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.easyscale import Variant
 from hetflow.clusters.simulator.events import ProposalOptions, simulate_proposals
 from hetflow.clusters.simulator.metrics import summarise
-from hetflow.papers.easyscale.schedulers import simulate_yarn, take
+from hetflow.papers.easyscale.schedulers import simulate_yarn
+from hetflow.papers.easyscale.taking import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 
 DEVICES = {"V100": 32, "P100": 16, "T4": 16}

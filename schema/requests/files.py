@@ -11,17 +11,7 @@ from .launch import CHECKPOINT_EVERY
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .kinds import (
-        Count,
-        Index,
-        Mapping,
-        Markets,
-        Pool,
-        Profiles,
-        Record,
-        Sequence,
-        WaitSeconds,
-    )
+    from .kinds import Count, Index, Mapping, Markets, Pool, Profiles, Record, Sequence, WaitSeconds
 
 # What each option is for: kinds of plans, and classes of other records.
 DRAWN = ("Profile", "split", "pipeline", "SimulationRun", "Market")

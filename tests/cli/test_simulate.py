@@ -18,14 +18,7 @@ from hetflow.cli.simulate import simulate
 from hetflow.clusters.simulator import cases
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
-from hetflow.schema.jobs import (
-    Entity,
-    Job,
-    Jobs,
-    ModelThroughput,
-    PairThroughput,
-    Throughputs,
-)
+from hetflow.schema.jobs import Entity, Job, Jobs, ModelThroughput, PairThroughput, Throughputs
 from hetflow.schema.simulation import SimulationRun
 
 LINE = "conv\tpython train.py\tdata\t-n\t1\t4000\t1\t1\t-1.000000\t{}\n"

@@ -27,12 +27,7 @@ from hetflow.clusters.engines.slurm import (
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
-from hetflow.tests.engines.slurm_daemons import (
-    kill_slurmd,
-    slurm_cluster,
-    start_slurmd,
-    why_not,
-)
+from hetflow.tests.engines.slurm_daemons import kill_slurmd, slurm_cluster, start_slurmd, why_not
 from hetflow.tests.exporters import launch_cases
 
 from . import leases

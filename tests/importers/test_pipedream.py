@@ -5,11 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.formats.exporters.pipedream import write_graph
-from hetflow.formats.importers.pipedream import (
-    profile_of,
-    read_graph,
-    without_placeholders,
-)
+from hetflow.formats.importers.pipedream import profile_of, read_graph, without_placeholders
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.profile import LayerGraph, LayerNode
 from hetflow.tests.data import reference

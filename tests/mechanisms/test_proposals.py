@@ -28,12 +28,8 @@ from hetflow.clusters.mechanisms.easyscale import (
     next_devices,
 )
 from hetflow.clusters.mechanisms.rounds.state import RoundState, resumed, stored
-from hetflow.clusters.simulator.events import (
-    ProposalOptions,
-    est_rate,
-    simulate_proposals,
-)
-from hetflow.papers.easyscale.schedulers import take
+from hetflow.clusters.simulator.events import ProposalOptions, est_rate, simulate_proposals
+from hetflow.papers.easyscale.taking import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.tests.profiles import examples
 

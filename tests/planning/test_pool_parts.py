@@ -21,14 +21,7 @@ from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import Plan, Proof
 from hetflow.schema.problem import Problem
-from hetflow.schema.profile import (
-    BatchPoint,
-    LayerGraph,
-    LayerNode,
-    Profile,
-    Sync,
-    TensorLayers,
-)
+from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync, TensorLayers
 from hetflow.tests.profiles import examples
 
 LAYERS = ("a", "b", "c")

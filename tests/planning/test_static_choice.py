@@ -4,12 +4,7 @@ from itertools import product
 
 import pytest
 
-from hetflow.planning.static_choice import (
-    StaticChoice,
-    chosen,
-    measured_choices,
-    static_choices,
-)
+from hetflow.planning.static_choice import StaticChoice, chosen, measured_choices, static_choices
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.jobs import MixThroughput, ModelThroughput, Throughputs
 from hetflow.schema.market import InstanceType, Market

@@ -23,13 +23,7 @@ from hetflow.runtime.gradients import GradientReducer
 from hetflow.runtime.measurements import StepTimes
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
-from hetflow.schema.launch import (
-    LaunchConfig,
-    PipelineStage,
-    PipelineWork,
-    VirtualNode,
-    WorkerSlot,
-)
+from hetflow.schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
 
 pytestmark = pytest.mark.measures
 

@@ -8,13 +8,7 @@ from hetflow.runtime.protocol.environment import assign_slots, read_environment
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, TargetError
-from hetflow.schema.launch import (
-    LaunchConfig,
-    PipelineStage,
-    PipelineWork,
-    VirtualNode,
-    WorkerSlot,
-)
+from hetflow.schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
 from hetflow.schema.plan import Prediction, Proof, ReplicaGroup
 from hetflow.tests.plan_parts import split_plan, whole_group, with_groups
 

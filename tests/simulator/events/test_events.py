@@ -21,7 +21,8 @@ from hetflow.clusters.simulator.events import (
     simulate_proposals,
 )
 from hetflow.clusters.simulator.failures import FailureEvents, FailureOptions
-from hetflow.papers.easyscale.schedulers import simulate_yarn, take
+from hetflow.papers.easyscale.schedulers import simulate_yarn
+from hetflow.papers.easyscale.taking import take
 from hetflow.schema.errors import HetflowError, InfeasibleError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.tests.profiles import examples

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 
 from hetflow.schema.errors import ProblemError
-from hetflow.solvers.market.odds import (
-    Lifetime,
-    Survival,
-    lifetimes,
-    rate,
-    rates_by_age,
-    survival,
-)
+from hetflow.solvers.market.odds import Lifetime, Survival, lifetimes, rate, rates_by_age, survival
 
 # Freireich et al. 1963, remission of leukaemia under 6-MP in weeks, the textbooks' example.
 ENDED = (6, 6, 6, 7, 10, 13, 16, 22, 23)
