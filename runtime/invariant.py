@@ -282,6 +282,9 @@ class InvariantSum:
         holdings: [workers] the virtual nodes of each worker in running order, by rank.
         rank: This worker's rank.
         group: The process group; None is the default one.
+
+    Attributes:
+        num_spares: Buffers beside the gradient buffer: at most log2 of this worker's virtual nodes.
     """
 
     def __init__(
@@ -296,7 +299,7 @@ class InvariantSum:
         self._trees = [trees for _, trees in plans]
         self._rank, self._group = rank, group
         self._num_workers = len(holdings)
-        self._num_spares = _num_spares(self._turns)
+        self.num_spares = _num_spares(self._turns)
         self._flats: list[Tensor] = []
         self._spares: list[list[Tensor]] = []
         self._at, self._entered, self._depth = 0, False, 0
@@ -321,11 +324,6 @@ class InvariantSum:
         return len(self._turns)
 
     @property
-    def num_spares(self) -> int:
-        """Buffers beside the gradient buffer: at most log2 of this worker's virtual nodes."""
-        return self._num_spares
-
-    @property
     def num_received_bytes(self) -> int:
         """Bytes of receive buffers for subtrees: at most those of ``MAX_IN_FLIGHT`` buckets."""
         return sum(room.numel() * room.element_size() for room in self._rooms.values())
@@ -334,7 +332,7 @@ class InvariantSum:
         """Take the gradient buffers that all later steps use."""
         self._flats = list(flats)
         self._rooms.clear()
-        self._spares = [[torch.zeros_like(flat) for flat in flats] for _ in range(self._num_spares)]
+        self._spares = [[torch.zeros_like(flat) for flat in flats] for _ in range(self.num_spares)]
 
     def begin(self) -> None:
         """Start a step."""

@@ -21,13 +21,17 @@ from .restoring import check_buffers, load_registered, unregistered_copy
 
 
 class Progress:
-    """The position of one worker's script, and its part of the state."""
+    """The position of one worker's script, and its part of the state.
+
+    Attributes:
+        found: The state to resume from; None once the script has reached its position.
+    """
 
     def __init__(self, session: Session, parts: StateParts, buffers: VirtualNodeBuffers) -> None:
         self._session, self._parts, self._buffers = session, parts, buffers
         self._registered: list[Any] = []
         self._length = 0  # samples of the epoch's dataset
-        self._found: Checkpoint | None = None
+        self.found: Checkpoint | None = None
 
     @property
     def registered(self) -> tuple[Any, ...]:
@@ -35,14 +39,9 @@ class Progress:
         return tuple(self._registered)
 
     @property
-    def found(self) -> Checkpoint | None:
-        """The state to resume from; None once the script has reached its position."""
-        return self._found
-
-    @property
     def is_catching_up(self) -> bool:
         """Whether the script has not yet reached the position of its state."""
-        return self._found is not None
+        return self.found is not None
 
     def check(self, found: Checkpoint) -> None:
         """Refuse a checkpoint of another model or of other virtual nodes.
@@ -56,12 +55,12 @@ class Progress:
 
     def go_on_from(self, found: Checkpoint) -> None:
         """Take a state that fits; the script then runs on to the state's position."""
-        self._found = found
+        self.found = found
         self.restore()
 
     def restore(self) -> None:
         """Restore the state of ``found``."""
-        found, session = self._found, self._session
+        found, session = self.found, self._session
         assert found is not None
         for optimizer in session.optimizers:
             # Else torch's schedulers warn that no step was taken, because epochs were skipped.
@@ -77,8 +76,8 @@ class Progress:
     def register(self, thing: Any) -> None:
         """Save and restore an object with ``state_dict`` and ``load_state_dict``."""
         self._registered.append(thing)
-        if self._found is not None:
-            self._load_registered(self._found, len(self._registered) - 1)
+        if self.found is not None:
+            self._load_registered(self.found, len(self._registered) - 1)
 
     def _load_registered(self, found: Checkpoint, number: int) -> None:
         saved = found.state["registered"]
@@ -108,13 +107,13 @@ class Progress:
             TargetError: The dataset's length has changed.
         """
         first = 0
-        if self._found is not None:
-            position = self._found.header["position"]
+        if self.found is not None:
+            position = self.found.header["position"]
             if call < position["call"]:
                 ScriptRun.skipped_epochs = True
                 return num_steps
             if call == position["call"]:
-                self._check_position(self._found, length, num_steps)
+                self._check_position(self.found, length, num_steps)
                 self.restore()
                 copy = unregistered_copy(self._session.model, self._registered)
                 if copy is not None and self._session.is_main:
@@ -126,7 +125,7 @@ class Progress:
                 first = position["step"]
                 if first == num_steps:
                     self._session.position = Position(call + 1, 0, self._session.num_steps)
-            self._found = None
+            self.found = None
         self._length = length
         return first
 

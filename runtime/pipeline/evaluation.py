@@ -38,8 +38,6 @@ from .transport import Transport
 _ALONE = TensorGroup()
 _DIGEST_WORDS = 4  # 8 bytes each
 _HINT = "job.evaluation(whole=True) brings the whole model to every worker"
-Autocast = tuple[bool, str]
-"""Whether a call was made under autocast, and the name of its dtype."""
 
 
 def message_of(value: Any, what: str) -> Message:

@@ -54,7 +54,7 @@ class Draws:
         self._kept: list[Any] = []
         self._is_first = True
         self._rows: Sequence[int] = range(num_samples)
-        self._at = 0
+        self.taken = 0  # draws so far in the call that runs
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self.coarsest = 0.0
 
@@ -77,7 +77,7 @@ class Draws:
     @contextmanager
     def of(self, rows: Sequence[int], *, keeps: bool = False) -> Iterator[None]:
         """Draw for these samples of the first call; ``keeps`` makes this the first call."""
-        self._is_first, self._at, self._rows = keeps, 0, rows
+        self._is_first, self.taken, self._rows = keeps, 0, rows
         if keeps:
             self._kept = []
         seed_streams_by(_SEED)
@@ -93,11 +93,11 @@ class Draws:
         for value in drawn:
             if self._is_first:
                 self._kept.append(value.clone() if isinstance(value, Tensor) else value.copy())
-            elif self._at < len(self._kept):
-                found = self._part(self._kept[self._at], value)
+            elif self.taken < len(self._kept):
+                found = self._part(self._kept[self.taken], value)
                 if found is not None:
                     value.copy_(found) if isinstance(value, Tensor) else np.copyto(value, found)
-            self._at += 1
+            self.taken += 1
 
     def _part(self, kept: Any, drawn: Any) -> Any:
         """What was kept, cut to the samples of this call; None where it does not fit."""
@@ -114,14 +114,9 @@ class Draws:
             kept = kept.index_select(axis, at.to(kept.device)) if is_tensor else kept.take(at, axis)
         return kept
 
-    @property
-    def taken(self) -> int:
-        """Draws so far in the call that runs."""
-        return self._at
-
     def skip(self, number: int) -> None:
         """Pass over so many draws, where what the first call made of them is known."""
-        self._at += number
+        self.taken += number
 
     def _numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:
