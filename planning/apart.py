@@ -6,14 +6,16 @@ with the links of that server. The same search then chooses how many devices of 
 takes. A plan states these devices, and is judged on the servers that hold them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, product
+from typing import TypeVar
 
 from ..schema.cluster import Link
-from ..schema.plan import Plan, Stage
+from ..schema.plan import Alternative, Plan, ReplicaGroup
 from ..schema.problem import Problem
 
+_Staged = TypeVar("_Staged", Plan, Alternative)
 MOST_KINDS = 6
 """Types of servers, each type of each server counted, up to which a search tells them apart."""
 
@@ -39,67 +41,53 @@ class Apart:
         }
         space = f"{plan.proof.space}; devices of a type in two servers count as two types"
         return replace(
-            plan,
-            stages=self._placed(plan.stages, plan.num_positions),
-            alternatives=tuple(
-                replace(one, stages=self._placed(one.stages, one.num_positions))
-                for one in plan.alternatives
-            ),
+            self._placed(plan),
+            alternatives=tuple(map(self._placed, plan.alternatives)),
             with_more_devices=tuple(gains.values()),
             proof=replace(plan.proof, space=space),
         )
 
     def by_server(self, plan: Plan) -> Plan:
         """The plan of ``problem`` that a plan which states its devices is."""
-        return replace(
-            plan,
-            stages=self._named(plan.stages),
-            alternatives=tuple(
-                replace(one, stages=self._named(one.stages)) for one in plan.alternatives
-            ),
-        )
+        return replace(self._named(plan), alternatives=tuple(map(self._named, plan.alternatives)))
 
-    def _placed(self, stages: tuple[Stage, ...], num_positions: int) -> tuple[Stage, ...]:
+    def _placed(self, one: _Staged) -> _Staged:
         free = {name: held.start for name, (_, held) in self.devices.items()}
-        firsts: list[list[int]] = []
-        for stage in stages[:num_positions]:
-            firsts.append([])
-            for group in stage.replicas:
-                firsts[-1].append(free[group.device_type])
-                free[group.device_type] += group.num_devices
-        return tuple(
-            replace(
-                stage,
-                replicas=tuple(
-                    replace(group, device_type=self.devices[group.device_type][0], first_device=at)
-                    for group, at in zip(stage.replicas, firsts[n % num_positions], strict=True)
-                ),
-            )
-            for n, stage in enumerate(stages)
-        )
+        firsts: list[int] = []
+        for group in (g for stage in one.stages[: one.num_positions] for g in stage.replicas):
+            firsts.append(free[group.device_type])
+            free[group.device_type] += group.num_devices
+        each = cycle(firsts)  # chunks of a position are on its devices
 
-    def _named(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-        def name_of(device_type: str, held: tuple[int, ...]) -> str:
-            for name, (of_type, devices) in self.devices.items():
-                if of_type == device_type and all(one in devices for one in held):
-                    return name
-            return f"{device_type} whose devices are in one server"
+        def placed(group: ReplicaGroup) -> ReplicaGroup:
+            name, _ = self.devices[group.device_type]
+            return replace(group, device_type=name, first_device=next(each))
 
-        return tuple(
-            replace(
-                stage,
-                replicas=tuple(
-                    replace(
-                        group,
-                        device_type=name_of(group.device_type, group.held),
-                        first_device=None,
-                        devices=(),
-                    )
-                    for group in stage.replicas
+        return _with_groups(one, placed)
+
+    def _named(self, one: _Staged) -> _Staged:
+        def named(group: ReplicaGroup) -> ReplicaGroup:
+            unknown = f"{group.device_type} whose devices are in one server"
+            name = next(
+                (
+                    own
+                    for own, (of_type, devices) in self.devices.items()
+                    if of_type == group.device_type and all(one in devices for one in group.held)
                 ),
+                unknown,
             )
-            for stage in stages
-        )
+            return replace(group, device_type=name, first_device=None, devices=())
+
+        return _with_groups(one, named)
+
+
+def _with_groups(one: _Staged, change: Callable[[ReplicaGroup], ReplicaGroup]) -> _Staged:
+    return replace(
+        one,
+        stages=tuple(
+            replace(stage, replicas=tuple(map(change, stage.replicas))) for stage in one.stages
+        ),
+    )
 
 
 def states_devices(plan: Plan) -> bool:
