@@ -9,12 +9,7 @@ from math import log2
 from typing import NamedTuple
 
 from ...schema.parallel import LinkCurve
-from ...schema.pipeline import (
-    DevicePool,
-    PipelineLayer,
-    PipelineProblem,
-    TopologyLevel,
-)
+from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from ...schema.problem import DeviceCosts, DeviceOption
 from ...schema.profile import BatchPoint, Sync, SyncPoint
 from ...schema.schedule_traits import traits

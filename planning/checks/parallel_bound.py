@@ -785,8 +785,8 @@ class _Stages:
         more = np.maximum((m - 1 - left) / k * trip + left * slowest, label.more)
         more = np.maximum(more, (m - 1) * slowest)
         if m > k:  # the last k take one more, the others by two to the next stage and back
-            left = (m - 1 - k) // 2 * (label.own + own + 2 * sent) + (m - 1 - k) % 2 * own
-            more = np.maximum(more, trip + left)
+            others = (m - 1 - k) // 2 * (label.own + own + 2 * sent) + (m - 1 - k) % 2 * own
+            more = np.maximum(more, trip + others)
         most_fit, updates = self._with_unlike(k)
         update = np.maximum(label.update, updates[:, :end, end])
         ring = np.maximum(label.ring, self._ring[:, :end, end])

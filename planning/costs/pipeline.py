@@ -27,12 +27,7 @@ from collections.abc import Collection, Sequence
 from math import ceil, inf
 from typing import NamedTuple
 
-from ...schema.pipeline import (
-    DevicePool,
-    PipelineLayer,
-    PipelineProblem,
-    TopologyLevel,
-)
+from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from ...schema.schedule_traits import traits
 from .comm import Wire, collective_seconds
 

@@ -31,14 +31,7 @@ from ...planning.costs.sharding import (
 )
 from ...schema.choices import Activations, Shard
 from ...schema.errors import InfeasibleError
-from ...schema.plan import (
-    Plan,
-    Proof,
-    RefutedShares,
-    ReplicaGroup,
-    SharesCertificate,
-    split_plan,
-)
+from ...schema.plan import Plan, Proof, RefutedShares, ReplicaGroup, SharesCertificate, split_plan
 from ...schema.problem import ShardedProblem
 from ...schema.profile import CURVES, BatchPoint, curves_of
 from .pool import group_on
