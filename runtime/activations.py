@@ -100,13 +100,12 @@ def _offloaded(layer: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[s
 def _recomputed(layer: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args = tuple(map(_without_cache, args))
     kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
-    return checkpoint(
-        own,
-        *args,
-        use_reentrant=False,
-        context_fn=lambda: (nullcontext(), _OnCopiesOfBuffers(layer)),
-        **kwargs,
-    )
+    contexts = partial(_contexts, layer)  # of all functions, torch.compile takes these alone
+    return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _contexts(layer: nn.Module) -> "tuple[nullcontext[None], _OnCopiesOfBuffers]":
+    return nullcontext(), _OnCopiesOfBuffers(layer)
 
 
 def _without_cache(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..devices.backend import Stream, backend_of
@@ -148,6 +149,7 @@ class Stash:
         values: Tensor = packed.saved.values.view(packed.dtype)
         return values.as_strided(packed.size, packed.stride, packed.offset)
 
+    @_disable_dynamo
     def close(self) -> None:
         """Begin to copy all to the host: the layer has ended."""
         saved = list(self._saved.values())

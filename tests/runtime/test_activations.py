@@ -1,5 +1,6 @@
 """Recomputed and offloaded layers train as others do, and leave buffers and draws as they are."""
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -79,6 +80,31 @@ def test_gradients_buffers_and_draws_are_the_same(
             assert torch.equal(mine, plain)
         for mine, plain in zip(one.parameters(), model.parameters(), strict=True):
             assert torch.equal(mine.grad, plain.grad)
+
+
+@pytest.mark.slow  # imports torch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler reads
+@pytest.mark.parametrize("how", ["recomputed", "offloaded"])
+def test_compiled_layers_are_treated_alike(lane: HostLane, how: Activations) -> None:
+    torch.manual_seed(1)
+    model, x = Model(), torch.randn(6, 4)
+    for block in model.blocks:
+        block.drop.p = 0.0
+    other, graphs = deepcopy(model), list[torch.fx.GraphModule]()
+
+    def compiled(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    treat(other.blocks, how)
+    for block in other.blocks:
+        block.compile(backend=compiled)
+    for one in (model, other):
+        one(x).backward()
+    assert graphs or how == "recomputed"  # the compiler leaves a counter that runs twice alone
+    assert (lane.num_put > 0) == (how == "offloaded")
+    for mine, plain in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.grad, plain.grad)
 
 
 def test_layers_keep_their_activations_again() -> None:
