@@ -8,6 +8,7 @@ the parts is the best over all sets of devices, and more devices never make it s
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,7 +44,7 @@ MOST_UNEVEN = 4
 MOST_CANDIDATES = 150
 """Candidates for parts that are looked at; those that leave out the fewest links come first."""
 MOST_PARTS = 16
-"""Parts that are planned, those of the least bounds; the bounds of others stay in the proof."""
+"""Parts that are planned (``_unlike_first``); the bounds of others stay in the proof."""
 
 
 class Parts(NamedTuple):
@@ -370,7 +371,7 @@ def best_of_parts(
     if least_seconds is not None and len(parts.pools) > 1:
         leasts = [least_seconds(pool) for pool in parts.pools]
     others: list[tuple[float, Cluster]] = list(zip(leasts[1:], parts.pools[1:], strict=True))
-    pools = [(leasts[0], whole), *sorted(others, key=itemgetter(0))]
+    pools = [(leasts[0], whole), *_unlike_first(others)]
     most = len(pools) if least_seconds is None else MOST_PARTS
     for number, (least, pool) in enumerate(pools):
         if best is not None and least >= best[1].proof.objective:
@@ -411,6 +412,20 @@ def best_of_parts(
             )
         plan = replace(plan, cluster=pool)
     return pool, _among_parts(plan, bounds)
+
+
+def _unlike_first(parts: Iterable[tuple[float, Cluster]]) -> list[tuple[float, Cluster]]:
+    """The parts by their bounds; those that only leave idle other devices of the same servers last.
+
+    Else such parts would be all that are planned: they have nearly the bound of the whole pool.
+    """
+    known: Counter[tuple[tuple[int, frozenset[str]], ...]] = Counter()
+    ranked = []
+    for least, part in sorted(parts, key=itemgetter(0)):
+        servers = tuple((group.count, frozenset(group.devices)) for group in part.servers)
+        ranked.append((known[servers], least, part))
+        known[servers] += 1
+    return [(least, part) for _, least, part in sorted(ranked, key=itemgetter(0))]
 
 
 def _among_parts(plan: Plan, bounds: Collection[float | None]) -> Plan:

@@ -172,6 +172,17 @@ def test_devices_behind_a_slow_link_are_left_alone() -> None:
     assert plan.predicted.step_seconds == pytest.approx(solved(alone, "parallel")[0])
 
 
+def test_one_more_server_than_parts_can_be_planned_for_is_left_alone() -> None:
+    near = ServerGroup(count=2, devices={"B": 3, "A": 4}, intra_bytes_per_second=1e9, rack="r")
+    others = ServerGroup(count=2, devices={"A": 1, "B": 4}, intra_bytes_per_second=1e9, rack="r")
+    slow = ServerGroup(count=1, devices={"B": 4, "A": 4}, intra_bytes_per_second=1e7)
+    links = (Link(bytes_per_second=1e9, latency_seconds=1e-3, level="pool", between=("A", "B")),)
+    before, _ = solved(cluster(near, others, inter=1e9, links=links), "parallel")
+    after, is_proved = solved(cluster(near, others, slow, inter=1e9, links=links), "parallel")
+    assert after <= before * (1 + 1e-9)
+    assert not is_proved  # of 72 parts 16 are planned
+
+
 def test_equal_links_need_no_parts() -> None:
     pool = Cluster.parse("2x(2xA,2xB)")
     problem = Problem(PROFILES, pool, 8, link_bytes_per_second=1e9)
