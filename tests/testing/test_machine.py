@@ -84,6 +84,29 @@ def test_operators_take_what_estimates_say_and_collectives_what_planning_says(
         assert products[3].asked_seconds == max(products[2].end_seconds, sent.end_seconds)
 
 
+BESIDE = """
+beside = dist.new_group([0, 1])
+works = [
+    dist.all_reduce(torch.ones(size, device="cuda"), group=group, async_op=True)
+    for size, group in ((1024**2, None), (1024, beside))
+]
+for work in works:
+    work.wait()
+torch.cuda.synchronize()
+dist.destroy_process_group()
+"""
+
+
+def test_a_short_sum_shares_the_link_with_a_long_one(tmp_path: Path) -> None:
+    timeline = two(tmp_path, BESIDE).timeline()
+    link = spec_of("V100-SXM2-16GB").link_bytes_per_second * FITTED.link  # the slower one
+    wire = Wire(LINK_LATENCY_SECONDS, link)
+    long, short = (collective_seconds("all-reduce", 4 * n, 2, wire) for n in (1024**2, 1024))
+    took = {span.name: span.end_seconds - span.start_seconds for span in timeline.spans}
+    assert took["allreduce 4096"] == pytest.approx(2 * short)
+    assert took[f"allreduce {4 * 1024**2}"] == pytest.approx(long + short)
+
+
 BEHIND = """
 x, side = torch.ones(1024, 1024, device="cuda"), torch.cuda.Stream()
 work = dist.all_reduce(x.clone(), async_op=True)
