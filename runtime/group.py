@@ -375,7 +375,7 @@ def gathered(numbers: Tensor, *, place: Place) -> Tensor:
     """[workers, n] the numbers [n] of every worker, in order of ranks; call it on all workers."""
     if not place.distributed:
         return numbers[None]
-    sent = numbers.to(wire_device(place.device)).contiguous()
+    sent = numbers.to(wire_device(place.device), non_blocking=True).contiguous()
     found = sent.new_empty(place.world_size * len(sent))
     peers.all_gather(found, sent)
     return found.view(place.world_size, -1).to(numbers.device)

@@ -18,11 +18,12 @@ from hetflow.tests.testing.hosts import real_types
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.processes]
 
+# As accelerate does: NCCL looks for the device at the first collective.
 BEGINS = """
 import sys, torch, torch.distributed as dist
 rank = int(sys.argv[1])
-torch.cuda.set_device(rank)
 dist.init_process_group("nccl", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+torch.cuda.set_device(rank)
 """
 PAIR = """
 import os, subprocess, sys

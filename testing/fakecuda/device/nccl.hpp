@@ -145,8 +145,10 @@ struct FakeNCCL final : c10d::Backend {
   ~FakeNCCL() override { disconnect(); }
   void connect() {
     Lock lock(mu);
-    if (!is_connected) communicators[device]++;
+    if (is_connected) return;
+    communicators[device]++;
     is_connected = true;
+    note("group\t%s\t%d\t%d\t%d", name.c_str(), getRank(), getSize(), device);  // maybe another than when it was made
   }
   void disconnect() {
     Lock lock(mu);
