@@ -378,6 +378,8 @@ class Relaxation:
         least = (self.num_microbatches - 1) * low_seconds + through
         nothing = np.zeros(len(self.budget))
         top = CappedRegion(low_seconds, self.cap(limit), 0.0, longest, nothing, through, least)
+        if sum(pool.num_devices for pool in self.problem.pools) <= _MANY_DEVICES:
+            top = replace(top, step=_WIDE)  # bounds do not know of round trips, which take a share
         return [] if least >= limit else self._grid(top, (_SECONDS, _EXCHANGES), below)
 
     def _grid(
@@ -519,6 +521,8 @@ class Relaxation:
 _NARROW, _CUTS = 0.002, 20.0
 """A region is not split where its caps differ by so little of the step, or by the second over the
 square of the layers: the fewer stages there are to choose from, the sooner plans are built."""
+_WIDE, _MANY_DEVICES = 0.05, 2048
+"""``CappedRegion.step``, where there are not too many devices to try all plans so far above."""
 _FEW, _NARROW_FOR_FEW = 100, 0.2  # layers times stages: plans are soon built then
 
 
