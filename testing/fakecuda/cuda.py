@@ -323,17 +323,10 @@ def _offer_nccl(native: Any) -> None:
             )
 
     def _check_distinct(store: Any, rank: int, size: int) -> None:
-        if (
-            len(
-                {
-                    torch.cuda.get_device_properties(n).pci_bus_id
-                    for n in range(torch.cuda.device_count())
-                }
-            )
-            > 1
-        ):
+        seen: list[Any] = [*map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))]
+        if len({each.pci_bus_id for each in seen}) > 1:
             return  # it may take another one before its first collective, where NCCL looks
-        facts: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        facts = seen[torch.cuda.current_device()]
         own = f"{socket.gethostname()}/{facts.pci_bus_id}"
         store.set(f"fakecuda/bus/{rank}", own)
         for other in range(size):
