@@ -195,29 +195,8 @@ class Tally:
 def tallied() -> Iterator[Tally]:
     """Count what torch calls meanwhile."""
     tally = Tally()
-    with _attention_as_on_gpus()(), _recorder()(tally):
+    with _recorder()(tally):
         yield tally
-
-
-@cache
-def _attention_as_on_gpus() -> Any:
-    """The class that leaves dropout out of attention: only a CPU has no fused kernel with it."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    class Attention(TorchFunctionMode):
-        def __torch_function__(
-            self, function: Any, types: Any, arguments: Any = (), named: Any = None
-        ) -> Any:
-            named = named or {}
-            if function is attention:
-                arguments = (*arguments[:4], *([0.0] if len(arguments) > 4 else []), *arguments[5:])
-                named = {name: 0.0 if name == "dropout_p" else named[name] for name in named}
-            return function(*arguments, **named)
-
-    return Attention
 
 
 @cache
@@ -368,6 +347,7 @@ def count_model(
     with (
         _without_onednn(),
         _autocast_as_on_gpus(),
+        _attention_as_on_gpus()(),
         _experts_are_even(),
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
     ):
@@ -395,6 +375,27 @@ def _mixed_precision(precision: Precision | None) -> Iterator[None]:
     # Kept casts of weights would be counted once for all passes.
     with torch.autocast(TORCH_DEVICE, getattr(torch, precision), cache_enabled=False):
         yield
+
+
+@cache
+def _attention_as_on_gpus() -> Any:
+    """The class that leaves dropout out of attention: only a CPU has no fused kernel with it."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    class Attention(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, arguments: Any = (), named: Any = None
+        ) -> Any:
+            named = named or {}
+            if function is attention:
+                arguments = (*arguments[:4], *([0.0] if len(arguments) > 4 else []), *arguments[5:])
+                named = {name: 0.0 if name == "dropout_p" else named[name] for name in named}
+            return function(*arguments, **named)
+
+    return Attention
 
 
 # What CUDA's autocast computes in 32 bits and a CPU's does not.
