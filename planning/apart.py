@@ -9,9 +9,10 @@ takes. A plan states these devices, and is judged on the servers that hold them.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, product
+from math import inf
 from typing import TypeVar
 
-from ..schema.cluster import Link
+from ..schema.cluster import Cluster, Link
 from ..schema.plan import Alternative, Plan, ReplicaGroup
 from ..schema.problem import Problem
 
@@ -101,8 +102,11 @@ def told_apart(problem: Problem, most_kinds: int | None = None) -> Apart | None:
 
     Args:
         problem: Whose pool and profiles.
-        most_kinds: None also for more types of servers; without it there is no limit.
+        most_kinds: None also for more types of servers, and where all servers are alike; without it
+            there is no limit.
     """
+    if most_kinds is not None and _are_alike(problem.pool):
+        return None
     servers = [group for group in problem.pool.servers for _ in range(group.count)]
     numbers = [len(server.devices) for server in servers]
     if not len(problem.pool.num_devices) < sum(numbers) <= (most_kinds or sum(numbers)):
@@ -149,6 +153,14 @@ def told_apart(problem: Problem, most_kinds: int | None = None) -> Apart | None:
         for own in names.get(profile.device_type, ())
     )
     return Apart(replace(problem, pool=pool, profiles=profiles), devices)
+
+
+def _are_alike(pool: Cluster) -> bool:
+    """Whether any of a type's devices will do: runs of them then fill servers of one kind."""
+    kinds = {(*group.devices.items(), group.intra_bytes_per_second) for group in pool.servers}
+    (_, *more, inside), *others = kinds
+    is_slower = (inside or inf) < (pool.inter_bytes_per_second or 0)
+    return not (more or others or pool.links or is_slower)
 
 
 def _name(device_type: str, server: int) -> str:
