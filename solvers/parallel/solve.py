@@ -167,10 +167,12 @@ class _Tree:
         self._order = count()
         self._work = 0.0
         self._closed: list[tuple[ReplicaSearch, PricedPlans]] = []
+        self._undecided: list[tuple[float, ReplicaSearch, Labels]] = []
 
     def priced(self) -> tuple[PricedPlans, ...]:
         """What a judge needs of the regions that were closed, or are open still."""
         self._close((search, part) for _, _, search, part in self._heap)
+        self._close((search, part) for _, search, part in self._undecided)
         bound = self.bound
         return tuple(node for search, node in self._closed if search.least_by_capacity < bound)
 
@@ -191,7 +193,8 @@ class _Tree:
     @property
     def bound(self) -> float:
         """A lower bound on the step of any plan, in seconds."""
-        return min(self.limit, self._heap[0][0]) if self._heap else self.limit
+        least = [self._heap[0][0]] if self._heap else []
+        return min([self.limit, *least, *(least for least, _, _ in self._undecided)])
 
     def offer(self, plans: Iterable[FoundPlan | None]) -> None:
         """Keep the fastest of these plans and the best so far."""
@@ -299,6 +302,10 @@ class _Tree:
             self.offer([search.found(stages, self.limit)])
         self._work += labels.taken_work()
         least = labels.least_seconds
+        if labels.is_over and labels.aim_seconds >= limit > least:
+            # All was looked at; of some plans it is not known if their replicas have places.
+            self._undecided.append((least, search, labels))
+            return []
         # Where nothing is left under the aim, a higher one comes next.
         wider = replace(labels.region, least_seconds=least, step=3 * labels.region.step)
         return [(least, search, wider if labels.is_over else labels)]

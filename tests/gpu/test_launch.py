@@ -262,7 +262,7 @@ for batch in job.batches(DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=
 def test_a_step_is_not_captured_in_a_cuda_graph(gpus: GpuHost) -> None:
     said = gpus(1).python(CAPTURED)
     assert said.startswith("job.backward cannot be captured in a graph of kernels: ")
-    assert said.endswith("/ call it outside of the capture\nTrue\n")
+    assert said.endswith("/ take batches and call it outside of the capture\nTrue\n")
 
 
 def test_a_kind_without_a_number_is_the_workers_own_device(gpus: GpuHost) -> None:
