@@ -324,11 +324,13 @@ def _offer_nccl(native: Any) -> None:
 
     def _check_distinct(store: Any, rank: int, size: int) -> None:
         seen: list[Any] = [*map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))]
-        if len({each.pci_bus_id for each in seen}) > 1:
-            return  # it may take another one before its first collective, where NCCL looks
         facts = seen[torch.cuda.current_device()]
-        own = f"{socket.gethostname()}/{facts.pci_bus_id}"
+        # One of several may yet be changed before the first collective, where NCCL looks.
+        is_chosen = len({each.pci_bus_id for each in seen}) == 1
+        own = f"{socket.gethostname()}/{facts.pci_bus_id}" if is_chosen else "any"
         store.set(f"fakecuda/bus/{rank}", own)
+        if not is_chosen:
+            return
         for other in range(size):
             if other != rank and store.get(f"fakecuda/bus/{other}").decode() == own:
                 raise dist.DistBackendError(

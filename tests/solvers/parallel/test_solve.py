@@ -19,7 +19,8 @@ from hetflow.schema.parallel import (
     ShardTimes,
 )
 from hetflow.schema.plan import ParallelCertificate
-from hetflow.solvers.parallel.counts import deal
+from hetflow.solvers.parallel import labels
+from hetflow.solvers.parallel.counts import UndecidedError, deal
 from hetflow.solvers.parallel.shortfall import missing_bytes, smallest_pools
 from hetflow.solvers.parallel.solve import solve
 from hetflow.solvers.parallel.space import microbatch_sizes
@@ -334,3 +335,23 @@ def test_two_types_in_a_line_are_found() -> None:
         "fast", "slow",
     }  # fmt: skip
     assert plan.proof.termination == "optimal"
+
+
+@settings(max_examples=examples(60))
+@given(problems())
+def test_a_search_ends_where_no_dealing_is_certain(problem: ParallelProblem) -> None:
+    """Plans whose replicas may have places or not stay open, and are not looked at again."""
+
+    def undecided(*_: object) -> None:
+        raise UndecidedError
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(labels, "deal_to_places", undecided)
+        try:
+            found = solve(problem)
+        except (InfeasibleError, ProblemError):
+            return
+    assert found.proof.lower_bound is not None
+    best = fastest(problem)
+    assert best is not None
+    assert found.proof.lower_bound <= best * (1 + 1e-9)
