@@ -297,12 +297,12 @@ def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[inspe
         "rich_help_panel": (RARE if said.rare else "") + said.panel or None,
         "show_default": not said.default,
         "metavar": said.metavar or None,
-        "autocompletion": _pools
-        if text == "Pool"
-        else (lambda incomplete: _named(said.names, incomplete))
-        if said.names
-        else None,
+        "autocompletion": None,
     }
+    if text == "Pool":
+        shown["autocompletion"] = _pools
+    elif said.names:
+        shown["autocompletion"] = lambda incomplete: _named(said.names, incomplete)
     none: Any = inspect.Parameter.empty
     if said.argument:
         kind = _READINGS[text].kind

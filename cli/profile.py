@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -13,9 +13,6 @@ from ..schema.masking import mask
 from ..schema.requests.profile import ProfileCommandRequest
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, emit_either, note, progress_line, warn
-
-if TYPE_CHECKING:
-    pass
 
 
 @asks(ProfileCommandRequest, optional=("target",), effort="usual", command="", progress=None)
