@@ -1,7 +1,8 @@
 """Activations kept, recomputed or offloaded on one GPU: a pass, its peak, and the same gradients.
 
 A GPT of 0.9 billion parameters in bfloat16 goes forward and back on 1,024 tokens a sample. The
-link to the host is timed by itself first. Each way is one line. The host holds up to 26 GB.
+link to the host is timed by itself first. Each way is one line. The host needs
+pinned memory for the activations.
 
     python benchmarks/activations.py
     python benchmarks/activations.py --batch-sizes 8,16

@@ -5,7 +5,7 @@ Ten models are profiled on the GPU (`hetflow profile --device TYPE --quick`) and
 measured is never given to an estimate. Loading and the runtime's own work are left out of a
 measured pass, since estimates count neither.
 
-    python benchmarks/one_gpu.py                 10 models; about 12 minutes on an H200
+    python benchmarks/one_gpu.py                 10 models; 8 took 6 minutes on an H200
     python benchmarks/one_gpu.py --quick         two of them
     python benchmarks/one_gpu.py --keep DIR      keep all in DIR, and go on from what is there
 """
