@@ -157,10 +157,18 @@ def told_apart(problem: Problem, most_kinds: int | None = None) -> Apart | None:
 
 def _are_alike(pool: Cluster) -> bool:
     """Whether any of a type's devices will do: runs of them then fill servers of one kind."""
-    kinds = {(*group.devices.items(), group.intra_bytes_per_second) for group in pool.servers}
-    (_, *more, inside), *others = kinds
-    is_slower = (inside or inf) < (pool.inter_bytes_per_second or 0)
-    return not (more or others or pool.links or is_slower)
+    first, *others = pool.servers
+    outside, inside = pool.inter_bytes_per_second or 0.0, first.intra_bytes_per_second or inf
+    return (
+        not pool.links
+        and len(first.devices) == 1
+        and inside >= outside
+        and all(
+            (one.devices, one.intra_bytes_per_second)
+            == (first.devices, first.intra_bytes_per_second)
+            for one in others
+        )
+    )
 
 
 def _name(device_type: str, server: int) -> str:
