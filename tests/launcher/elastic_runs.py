@@ -113,7 +113,7 @@ class Launch:
         wait_until(
             lambda: sum("prepared" in p.read_text() for p in logs.glob("rank*.out")) >= number
         )
-        time.sleep(0.3)  # until they have said so
+        time.sleep(1.0)  # until they have said so, on a busy machine too
 
     def go(self, step: int) -> None:
         """Let the workers go on after a step that they hold at."""
