@@ -31,8 +31,13 @@ from ..solvers.pipeline.cuts import cuts_of
 from ..solvers.pipeline.placements import bandwidths_of
 from ..solvers.pipeline.prediction import predicted
 from ..solvers.pipeline.stage_costs import StageCosts
-from ..solvers.pipeline.uniform.layouts import PipelineLayout, PipelinePlace
-from ..solvers.pipeline.uniform.option import Cut, ScheduledLayout, ShapeOption
+from ..solvers.pipeline.uniform import (
+    Cut,
+    PipelineLayout,
+    PipelinePlace,
+    ScheduledLayout,
+    ShapeOption,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,20 +9,20 @@ from dataclasses import replace
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.schema.plan import Plan
-from hetflow.solvers.pipeline.alone import alone
 from hetflow.solvers.pipeline.assemble import assemble
-from hetflow.solvers.pipeline.bottleneck.line import objective
+from hetflow.solvers.pipeline.bottleneck import objective
 from hetflow.solvers.pipeline.cuts import cuts_of, layers_of
-from hetflow.solvers.pipeline.makespan.bound import step_of
-from hetflow.solvers.pipeline.packing import seat
 from hetflow.solvers.pipeline.placements import (
     Move,
     PlacedStage,
     PlacementSpace,
     build,
     final_states,
+    seat,
 )
+from hetflow.solvers.pipeline.prediction import alone
 from hetflow.solvers.pipeline.stage_costs import StageCosts
+from hetflow.solvers.pipeline.step_sums import step_of
 
 Stated = Sequence[tuple[Sequence[str], int]]
 

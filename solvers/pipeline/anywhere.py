@@ -9,7 +9,7 @@ devices instead of naming them:
     remembers, for each level, how many devices the chain of neighbouring stages that ends here
     has in its component: no chain may overflow one. Whether all chains fit the components
     together is left out, so a search over it bounds every placement from below. A placement
-    whose chains do fit (packing.py) is a plan.
+    whose chains do fit (``seat``) is a plan.
 ``blind``
     remembers no chain at all: every stage, and every two neighbours, are taken to share the
     smallest component that could hold them. A bound alone, for pools too large for the others.

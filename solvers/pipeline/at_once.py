@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schema.pipeline import PipelineProblem
-from .bottleneck.line import objective
+from .bottleneck import objective
 from .cuts import Floats, own_order
-from .packing import Seats, seat
-from .placements import Ints, Moves, PlacementSpace, chain
+from .placements import Ints, Moves, PlacementSpace, Seats, chain, seat
 from .stage_costs import StageCosts
 
 

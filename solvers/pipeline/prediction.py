@@ -1,12 +1,29 @@
-"""The prediction of a plan's step: fixed cost, parts, and how far it may be off."""
+"""What a problem knows of a step beside the stages' work, and the least plans that this decides.
 
+Sending and receiving a message takes time on both sides: threads wake and bytes are copied. The
+cost of a pass beside its layers was measured with a message beside it (``pass_seconds``) and, in
+one stage of all layers, without one (``lone_pass_seconds``, never more). A search uses a single
+such cost, so plans of one stage are searched apart, at their own (``least_of_one_or_more``).
+
+A search also leaves out fixed costs, which are equal for all plans on one type. A plan on several
+types pays the largest of theirs. So ``least_with_fixed`` searches once for each distinct fixed
+cost, the plans on the types whose fixed cost is at most that. It adds the cost, and takes the
+shortest of these steps.
+
+    fixed costs: A 1 ms, B 30 ms; the best on both types takes 100 ms of passes, on A alone 120
+    on both 100 + 30 = 130, on A alone 120 + 1 = 121: A alone is taken
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 
-from ...planning.costs.pipeline import fixed_seconds, overheads
+from ...planning.costs.pipeline import fixed_seconds, overheads, slowest_of_all
 from ...planning.schedules.replay import StepStage, flush_step_seconds
 from ...planning.schedules.terms import StepOf, step_terms
+from ...schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, Prediction, Stage
+from ..effort import Effort
 
 
 def predicted(problem: PipelineProblem, plan: Plan) -> Plan:
@@ -124,3 +141,115 @@ def _timed(stage: Stage) -> StepStage:
         reduce_seconds=stage.reduce_seconds or 0.0,
         update_seconds=(stage.update_seconds or 0.0) + (stage.tied_seconds or 0.0),
     )
+
+
+Search = Callable[[PipelineProblem], Plan]
+"""The least plan of a problem."""
+
+
+def least_of_one_or_more(problem: PipelineProblem, search: Search) -> Plan:
+    """The least plan of one stage, at its cost, or of several.
+
+    Raises:
+        InfeasibleError: There is no plan.
+        BackendError: The search was stopped before it had one.
+    """
+    if not _differs(problem):
+        return search(problem)
+    if problem.stage_limit == 1:
+        return search(alone(problem))
+    best = search(problem)
+    if problem.num_stages is not None:
+        return best
+    bound = best.proof.lower_bound
+    try:
+        single = search(alone(problem))
+    except (InfeasibleError, ProblemError):
+        return best
+    except BackendError:
+        return with_proof(best, best.proof.objective, 0.0)
+    bounds = (bound, single.proof.lower_bound)
+    least = None if None in bounds else min(found for found in bounds if found is not None)
+    # A single stage was found dearer among all plans than it is: no other beats it then.
+    is_single = single.proof.objective <= best.proof.objective
+    chosen = single if is_single else best
+    return with_proof(chosen, chosen.proof.objective, least)
+
+
+def alone(problem: PipelineProblem) -> PipelineProblem:
+    """The problem of one stage, whose passes have no messages beside them."""
+    if not _differs(problem):
+        return replace(problem, num_stages=1, most_stages=None)
+    pools = tuple(
+        replace(
+            pool,
+            pass_seconds=pool.pass_seconds
+            if pool.lone_pass_seconds is None
+            else pool.lone_pass_seconds,
+            lone_pass_seconds=None,
+        )
+        for pool in problem.pools
+    )
+    return replace(problem, num_stages=1, most_stages=None, pools=pools)
+
+
+def _differs(problem: PipelineProblem) -> bool:
+    """Whether a single stage has a cost of its own."""
+    prices_passes = problem.stage_cost == "ring" and problem.solved == "flat"
+    return (
+        prices_passes
+        and problem.traits.flushes
+        and any(pool.lone_pass_seconds is not None for pool in problem.pools)
+    )
+
+
+def least_with_fixed(problem: PipelineProblem, search: Search, effort: Effort) -> Plan:
+    """The least plan, the step's fixed cost included.
+
+    After the limit of ``effort`` no fewer types are searched. No plan on some of the types beats
+    the bound of all of them.
+
+    Raises:
+        InfeasibleError: No types of devices have a plan.
+        BackendError: The search was stopped before it had one.
+    """
+    costs = sorted({fixed_seconds(problem, {pool.device_type}) for pool in problem.pools})
+    is_one = len(costs) == 1 or problem.workers == "exactly" or problem.minimises != "step_seconds"
+    if is_one:
+        return predicted(problem, search(problem))
+    plans: list[Plan] = []
+    bounds, of_all = list[float](), 0.0
+    refusals: list[HetflowError] = []
+    for cost in reversed(costs):
+        if plans and effort.should_stop():
+            bounds.append(of_all + cost)
+            continue
+        try:
+            plan = search(_without_dearer(problem, cost))
+        except (InfeasibleError, ProblemError) as error:
+            refusals.append(error)
+            continue
+        except BackendError as error:
+            bounds.append(cost)
+            refusals.append(error)
+            continue
+        if cost == costs[-1]:
+            of_all = plan.proof.lower_bound or 0.0
+        plans.append(predicted(problem, plan))
+        bounds.append((plan.proof.lower_bound or 0.0) + cost)
+    if not plans:
+        raise _worst(refusals)
+    best = min(plans, key=lambda plan: (plan.proof.objective, len(plan.stages), plan.num_devices))
+    return with_proof(best, best.proof.objective, min(bounds))
+
+
+def _without_dearer(problem: PipelineProblem, cost: float) -> PipelineProblem:
+    pools = tuple(pool for pool in problem.pools if pool.fixed_seconds <= cost)
+    # What tied weights cost depends on the links of all types, used or not.
+    return replace(problem, pools=pools, tied_bytes_per_second=slowest_of_all(problem))
+
+
+def _worst(refusals: list[HetflowError]) -> HetflowError:
+    """The error to raise where no types have a plan: a stopped search, else why none exists."""
+    stopped = [error for error in refusals if isinstance(error, BackendError)]
+    return [*stopped, *refusals][0]

@@ -18,23 +18,17 @@ from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan
 from ..effort import DEFAULT, MOST_GIVEN_UP, Effort, OutOfTimeError
 from ..methods import METHODS
-from .alone import least_of_one_or_more, least_with_fixed
 from .anywhere import blind, exact, has_one_order, relaxed
-from .assemble import ORDERED, assemble, fill_seconds
+from .assemble import ORDERED, assemble, explain, fill_seconds
 from .at_once import Candidate, at_once
-from .bottleneck.graph import search as search_graph
-from .bottleneck.line import TOLERANCE, objective
-from .bottleneck.line import search as search_line
+from .bottleneck import TOLERANCE, objective, search_graph, search_line
 from .cuts import Cuts, cuts_of, own_order
-from .infeasible import explain
-from .makespan.branch_and_bound import EXACT, Incumbent
-from .makespan.solve import best_step, relaxed_step
-from .packing import NoSeatsError, seat
-from .placements import PlacedStage, PlacementSpace, bandwidths_of, build
-from .search import PlacementSearch, StoppedError
+from .makespan import EXACT, Incumbent, best_step, relaxed_step
+from .placements import NoSeatsError, PlacedStage, PlacementSpace, bandwidths_of, build, seat
+from .prediction import least_of_one_or_more, least_with_fixed
 from .simplest import simplest
-from .stage_costs import StageCosts
-from .uniform.solve import solve as solve_uniform
+from .stage_costs import PlacementSearch, StageCosts, StoppedError
+from .uniform import solve as solve_uniform
 
 Method = Literal["auto", "line", "graph"]
 _FEW_LIMITS = 8  # tables of ordered placements, once those of all have bounded the step

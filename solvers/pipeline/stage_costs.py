@@ -1,6 +1,7 @@
 """The costs of stages between cuts, as arrays (planning/costs/pipeline.py holds the formulas)."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -19,8 +20,9 @@ from ...planning.costs.pipeline import (
     weight_versions,
 )
 from ...schema.pipeline import PipelineProblem
+from ..effort import Effort, OutOfTimeError
 from .cuts import Cuts, Floats, Mask
-from .placements import Move
+from .placements import Move, PlacedStage, PlacementSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +229,27 @@ def boundary_weight(problem: PipelineProblem) -> float:
     if problem.stage_cost == "ring" and problem.traits.flushes:
         return (problem.num_microbatches - 1) / problem.num_microbatches
     return 1.0
+
+
+class PlacementSearch(Protocol):
+    """A method: the best placement under limits raised by some bytes, or None."""
+
+    def __call__(
+        self,
+        problem: PipelineProblem,
+        costs: StageCosts,
+        space: PlacementSpace,
+        extra_bytes: float = 0.0,
+        *,
+        below: float = ...,
+        effort: Effort = ...,
+    ) -> list[PlacedStage] | None:
+        """Stages in the model's order."""
+
+
+class StoppedError(OutOfTimeError):
+    """The caller's limit ended a search; ``bound`` is the lower bound proved so far."""
+
+    def __init__(self, bound: float, placed: list[PlacedStage] | None = None) -> None:
+        super().__init__("stopped")
+        self.bound, self.placed = bound, placed

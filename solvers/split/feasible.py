@@ -5,6 +5,13 @@ amounts ``{v s : v t_i(s) <= T}`` of samples; the question is whether one amount
 up to B. The answer is exact, by subset sums on bitsets. Near the optimum the devices are almost
 full, so the sums are taken over the samples that each device could still do: a few bits in place of
 B bits.
+
+    B = 12, T = 4 s: A does {0, 2, 4, 6, 8}, B {0, 2, 4}; both full do 12, so nothing is undone
+    B = 10: 2 of 12 stay undone; undone sets up to 2 are {0, 2} of A and {0, 2} of B
+    as bits 0b101 each; their sum 0b10101 has bit 2, so 10 can be done: 6 + 4 or 8 + 2
+
+A sum of n equal devices takes O(log n) sums of two sets, by halves; a sum of two sets takes a shift
+of B bits, or of what may be undone, for each run of members.
 """
 
 from collections.abc import Sequence
@@ -12,8 +19,97 @@ from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
+import numpy.typing as npt
 
-from .pool import Ints, SplitPool
+from ...planning.costs.comm import exposed_seconds
+from ...schema.plan import ReplicaGroup, device_group
+from ...schema.problem import DeviceOption, SplitProblem
+from ...schema.profile import BatchPoint
+
+Ints = npt.NDArray[np.int64]
+
+
+class SplitPool:
+    """Sizes and times of plans on two or more devices, as flat arrays, type after type.
+
+    A plan on one device is none of these: what it costs may be measured apart (levels.py).
+
+    Attributes:
+        batch: B, samples to share out.
+        counts: Devices of each type.
+        sizes: [entries] samples per pass, s.
+        seconds: [entries] time per pass, t_i(s).
+        exposed: [entries] what synchronisation adds at that size beyond the least, e_i(s): once
+            for a device, however many passes it makes.
+        limits: [entries] most passes of one of several devices, floor((B - 1) / s).
+        starts: [types] first entry of each type.
+    """
+
+    def __init__(self, problem: SplitProblem) -> None:
+        self.options = [
+            (option, points) for option in problem.devices if (points := problem.points(option))
+        ]
+        flat = [point for _, points in self.options for point in points]
+        self.batch = problem.global_batch_size
+        self.counts = tuple(option.num_devices for option, _ in self.options)
+        self.sizes = np.array([point.batch_size for point in flat], dtype=np.int64)
+        self.seconds = np.array([point.step_seconds for point in flat], dtype=np.float64)
+        self.exposed = np.array(
+            [
+                exposed_seconds(option.sync, point.batch_size) or 0.0
+                for option, points in self.options
+                for point in points
+            ],
+            dtype=np.float64,
+        )
+        self.limits = (self.batch - 1) // np.maximum(self.sizes, 1)
+        lengths = [len(points) for _, points in self.options]
+        self.starts = np.cumsum([0, *lengths])[:-1].astype(np.int64)
+        self.ends = np.cumsum(lengths).astype(np.int64)
+
+    def passes(self, seconds: float) -> Ints:
+        """[entries] the most passes of each size within ``seconds``, what is exposed included."""
+        left = np.maximum(seconds - self.exposed, 0.0)
+        capped = np.minimum(left / self.seconds, self.limits)
+        fit: Ints = capped.astype(np.int64)
+        fit += self.device_seconds(fit + 1) <= seconds  # division may round across a whole number
+        fit -= (fit > 0) & (self.device_seconds(fit) > seconds)
+        capped_fit: Ints = np.minimum(fit, self.limits)
+        return capped_fit
+
+    def device_seconds(self, passes: Ints) -> npt.NDArray[np.float64]:
+        """[entries] how long a device takes for ``passes`` of each size: v t_i(s) + e_i(s)."""
+        found: npt.NDArray[np.float64] = passes * self.seconds + self.exposed
+        return found
+
+    def tops(self, passes: Ints) -> list[int]:
+        """[types] the most samples one device of each type can do with ``passes``."""
+        most: list[int] = np.maximum.reduceat(passes * self.sizes, self.starts).tolist()
+        return most
+
+    def entries(self, passes: Ints, kind: int) -> list[tuple[int, int]]:
+        """(size, passes) of one type, those with at least one pass."""
+        span = slice(self.starts[kind], self.ends[kind])
+        pairs = zip(self.sizes[span].tolist(), passes[span].tolist(), strict=True)
+        return [(size, count) for size, count in pairs if count]
+
+
+def group_on(
+    option: DeviceOption, num_devices: int, passes: int, point: BatchPoint
+) -> ReplicaGroup:
+    """Devices of a type, among several, that each make so many passes of a measured size."""
+    return device_group(
+        device_type=option.device_type,
+        num_devices=num_devices,
+        virtual_nodes=passes,
+        virtual_node_batch_size=point.batch_size,
+        memory_bytes=point.peak_memory_bytes,
+        pass_seconds=point.step_seconds,
+        interpolated=point.batch_size in option.interpolated_sizes,
+        measured_busy=option.alone is not None,
+        exposed_seconds=exposed_seconds(option.sync, point.batch_size),
+    )
+
 
 # Sets of whole numbers as the bits of one big integer: exact subset sums, fast.
 #

@@ -4,6 +4,14 @@ The costs of synchronisation, updates and each step's fixed part depend only on 
 types and on the number of devices. They do not depend on the batch's shares, and never fall when a
 type or a device is added. So a level stands for all plans on a subset of its types and devices.
 Within a level the least compute time in which the batch fits is one of finitely many candidates.
+
+    12 samples on an A (2 a second) and a B (1 a second); alone they take 6 and 12 s
+    the level of both adds 1.5 s of synchronisation; if samples were fluid, its passes would take
+    12 / (2 + 1) = 4 s, so its bound is 5.5 s: less than 6, so it is searched
+
+Levels are searched in the order of these bounds; the first whose bound is no less than the best
+plan ends the search. Sets of types are those below a limit on synchronisation and one on updates:
+at most types^2 sets for each number of devices.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +24,7 @@ from ...planning.costs.comm import sync_seconds
 from ...planning.costs.split import closing_seconds
 from ...schema.plan import RefutedSplits, ReplicaGroup, SplitCertificate, device_group
 from ...schema.problem import SplitProblem
-from .feasible import counts_within
-from .pool import SplitPool
+from .feasible import SplitPool, counts_within
 
 Floats = npt.NDArray[np.float64]
 

@@ -3,6 +3,12 @@
 VirtualFlow 5.1.2 written down device by device. solve.py answers the same question much faster, and
 tests hold that both agree. The answer is the plan of the shortest predicted step; the uncertainty
 of the measurements is not considered.
+
+    12 samples on an A (passes of 2: 1 s) and a B (passes of 2: 2 s), with v_A, v_B whole numbers
+    minimise T + sync, so that v_A <= T, 2 v_B <= T, 2 v_A + 2 v_B = 12: v_A = 4, v_B = 2, T = 4
+
+Each device that takes part has one binary variable for each of its measured sizes, so the program
+grows with devices, not with types; equal devices make it symmetric, and slow.
 """
 
 from dataclasses import dataclass, field
@@ -15,8 +21,8 @@ from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
 from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
 from ..lp import Backend, Program, Solved
+from .feasible import group_on
 from .levels import OnOneDevice, single_devices
-from .pool import group_on
 
 Terms = list[tuple[float, Any]]
 

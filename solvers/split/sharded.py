@@ -1,12 +1,17 @@
 """Split a batch by speed and a model's states by memory, exactly and fast.
 
-Cephalo and Poplar decouple the two for unlike devices, by heuristics. For a bound on time,
-each device has a few choices: samples, and the most bytes of weights of which it can then keep the
+Cephalo and Poplar decouple the two for unlike devices, by heuristics. For a bound on time, each
+device has a few choices: samples, and the most bytes of weights of which it can then keep the
 states. So feasibility is a knapsack over the samples, whose worth is the room for states.
+
+    6 samples on an A (2 a second, 10 bytes) and a B (1 a second, 20 bytes); a sample takes 1 byte
+    within 2 s: A does up to 4 and has room for 10 - 4 = 6, B up to 2 and has room for 20 - 2 = 18
+    all 6 are done and 24 bytes of states have room: a model with 24 fits, one with 25 does not
+    at 3 s A 3, B 3 leaves 7 + 17 = 24 too; less work on A gives room where A's samples are larger
 
 A step is passes and an end, the longest update of a share. A bound on the end is one more limit on
 shares. The search halves blocks of times: with passes of its longest time, a block must leave an
-end that is short enough beside its shortest time.
+end that is short enough beside its shortest time. O(devices x choices x batch) for one bound.
 """
 
 from collections import Counter
@@ -34,7 +39,7 @@ from ...schema.errors import InfeasibleError
 from ...schema.plan import Plan, Proof, RefutedShares, ReplicaGroup, SharesCertificate, split_plan
 from ...schema.problem import ShardedProblem
 from ...schema.profile import CURVES, BatchPoint, curves_of
-from .pool import group_on
+from .feasible import group_on
 
 METHOD = "threshold search over times of passes, exact knapsack of samples and room for states"
 _NEVER, _NO_LIMIT = -(1 << 62), 1 << 62

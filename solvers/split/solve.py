@@ -4,28 +4,37 @@ VirtualFlow 5.1.2 minimises the compute time of the slowest device, plus synchro
 largest update. The paper does not describe its solver. This one searches the finite set of
 candidate compute times; for each, subset sums (feasible.py) decide whether the batch can be shared
 out. Synchronisation, updates and fixed costs depend only on the types in use and on the number of
-devices: these choices are the levels (levels.py), tried in order of a lower bound. Where the
-profiles state their uncertainty, the simplest plan within it is taken (simplest.py); of types of
-which some are estimated, the plan that is harmed least if they are slower (latest.py).
+devices: these choices are the levels (levels.py), tried in order of a lower bound.
+
+    batch 12 on an A (passes of 2 samples: 1 s) and a B (passes of 2: 2 s)
+    candidates are 1, 2, 3, 4, ... s; within 3 s A does up to 6, B up to 2: 8 < 12
+    within 4 s A does 0, 2, .., 8 and B 0, 2, 4: 8 + 4 = 12, so A makes 4 passes, B 2
+    a level of A alone has no synchronisation: 6 s, against 4 s and the sum of both
+
+Bisection takes O(log candidates) decisions a level; a decision costs one sum of sets a type.
+
+Where the profiles state their uncertainty, the simplest plan within it is taken (simplest.py). Of
+types of which some are estimated, it is the plan whose latest step is the least (``least_latest``):
+that of devices whose passes take as long as their types' errors allow. A measured type is hardly
+slower than predicted, an estimated one may be; so work moves to measured types as far as the limit
+allows. Scaling each type's passes by its error gives a split problem of its own. The same search
+solves it, with the limit as a bound on each device's passes.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ...planning.costs.split import predict
 from ...schema.errors import InfeasibleError
 from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
-from ...schema.problem import SplitProblem
+from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from ..effort import MOST_GIVEN_UP
-from .feasible import feasible_batches, feasible_sums, members, multiples
-from .latest import least_latest, needs_least_latest
+from .feasible import SplitPool, feasible_batches, feasible_sums, members, multiples
 from .levels import Level, least_seconds, levels, refutation, single_devices
-from .pool import SplitPool
-from .simplest import WORK_LIMIT, TooMuchWorkError, simplest
-from .ties import choose, groups_of
+from .simplest import WORK_LIMIT, TooMuchWorkError, choose, groups_of, simplest
 
 METHOD = "threshold search over candidate times, exact subset sums on bitsets"
 _LEAST_LATE = "that ends first where types are as slow as their errors allow, of"
@@ -50,9 +59,10 @@ def solve(
     """Minimise the predicted step; of plans within the measurements' uncertainty, the simplest.
 
     Exact in both regimes; devices of one type may differ, and devices may stay unused.
-    Deterministic: of equally fast plans, the rule of ties.py. Where the fastest plan's
+    Deterministic: of equally fast plans, the rule of ``choose``. Where the fastest plan's
     prediction has an interval, the plan is the simplest of all whose predicted step lies within
-    it and is little more than the fastest's. The rule is that of simplest.py, or of latest.py where
+    it and is little more than the fastest's. The rule is that of simplest.py, or of
+    ``least_latest`` where
     types are estimated. ``proof.tolerance`` says how much more it may be, ``proof.lower_bound`` is
     the fastest plan's step, and ``provenance["fastest"]`` that plan.
 
@@ -256,3 +266,66 @@ def nearest_batches(problem: SplitProblem) -> tuple[int | None, int | None]:
         below.bit_length() - 1 if below > 1 else None,
         members(above & -above)[0] + batch + 1 if above else None,
     )
+
+
+_ROUNDING = 1 + 1e-12
+Costs = TypeVar("Costs", bound=DeviceCosts)
+
+
+def needs_least_latest(problem: SplitProblem) -> bool:
+    """Whether some type is estimated, and types' errors are unlike."""
+    errors = {option.step_error for option in problem.devices}
+    return len(errors) > 1 and any(option.is_estimated for option in problem.devices)
+
+
+def least_latest(
+    problem: SplitProblem, pool: SplitPool, limit_seconds: float
+) -> tuple[ReplicaGroup, ...]:
+    """The split with the least latest step of all that are predicted to stay within the limit.
+
+    Args:
+        problem: Profiles, pool and batch.
+        pool: Their sizes and times.
+        limit_seconds: At least the fastest plan's predicted step.
+    """
+    latest = replace(problem, devices=tuple(map(_slowest, problem.devices)))
+    step, best = np.inf, tuple[ReplicaGroup, ...]()
+    planned = {_named(one.group): one for one in single_devices(problem)}
+    for one in single_devices(latest):
+        own = planned[_named(one.group)]
+        if one.step_seconds < step and own.step_seconds <= limit_seconds * _ROUNDING:
+            step, best = one.step_seconds, (own.group,)
+    slowed = SplitPool(latest)
+    slowed.options = pool.options  # groups say what their passes are predicted to take
+    unlimited = slowed.limits
+    for bound, level in levels(slowed, 0.0) if sum(pool.counts) > 1 else ():
+        if bound >= step:
+            break
+        left = limit_seconds * _ROUNDING - level.overhead_seconds
+        slowed.limits = np.minimum(unlimited, pool.passes(max(left, 0.0)))
+        found = least_seconds(slowed, level, step - level.overhead_seconds)
+        if found is None or found[0] + level.overhead_seconds >= step:
+            continue
+        sums = feasible_sums(slowed, found[1], found[0])
+        assert sums is not None
+        step = found[0] + level.overhead_seconds
+        best = groups_of(slowed, choose(sums), found[0])
+    return best
+
+
+def _named(group: ReplicaGroup) -> tuple[str, int]:
+    return group.device_type, group.virtual_node_batch_size
+
+
+def _slowest(option: DeviceOption) -> DeviceOption:
+    """A type whose passes take as long as its error allows."""
+    times = 1 + (option.step_error or 0.0)
+
+    def slower(costs: Costs) -> Costs:
+        curve = (
+            replace(point, step_seconds=times * point.step_seconds) for point in costs.batch_curve
+        )
+        return replace(costs, batch_curve=tuple(curve))
+
+    alone = None if option.alone is None else slower(option.alone)
+    return replace(slower(option), alone=alone)

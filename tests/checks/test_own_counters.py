@@ -1,6 +1,5 @@
 """A fault in the solvers' counters, timer or terms makes no wrong plan valid."""
 
-import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,10 @@ from hetflow.schema.parallel import LinkCurve
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.schema.plan import ReplicaGroup
 from hetflow.solvers.parallel import pareto
-from hetflow.solvers.pipeline import prediction
-from hetflow.solvers.pipeline.makespan import bound
+from hetflow.solvers.pipeline import prediction, uniform
+from hetflow.solvers.pipeline import step_sums as bound
 from hetflow.solvers.pipeline.solve import solve
-from hetflow.solvers.pipeline.uniform import option
 
-searched = importlib.import_module("hetflow.solvers.pipeline.uniform.solve")
 POOL = DevicePool(
     device_type="V100",
     levels=(TopologyLevel(num_components=2, bytes_per_second=1e9),),
@@ -59,7 +56,7 @@ def test_memory_is_counted_apart(schedule: str, monkeypatch: pytest.MonkeyPatch)
     def halved(lists: Schedule) -> tuple[tuple[int, int], ...]:
         return tuple(((held + 1) // 2, 1) for held, _ in counting.held_by_stage(lists))
 
-    monkeypatch.setattr(searched, "held_by_stage", halved)
+    monkeypatch.setattr(uniform, "held_by_stage", halved)
     faults = check(solve(problem), problem)
     assert any("memory_bytes is" in fault for fault in faults), faults
 
@@ -89,7 +86,7 @@ def test_steps_are_timed_apart(schedule: str, monkeypatch: pytest.MonkeyPatch) -
         found = time_schedule(*given)
         return replace(found, makespan_seconds=found.makespan_seconds * 0.9)
 
-    for module in (option, terms):
+    for module in (uniform, terms):
         monkeypatch.setattr(module, "time_schedule", hasty)
     faults = check(solve(problem), problem)
     assert any("predicted.step_seconds is" in fault for fault in faults), faults

@@ -21,8 +21,7 @@ from hetflow.schema.parallel import (
 from hetflow.schema.plan import ParallelCertificate, Plan
 from hetflow.solvers.parallel import labels
 from hetflow.solvers.parallel.counts import UndecidedError, deal
-from hetflow.solvers.parallel.shortfall import missing_bytes, smallest_pools
-from hetflow.solvers.parallel.solve import solve
+from hetflow.solvers.parallel.solve import missing_bytes, smallest_pools, solve
 from hetflow.solvers.parallel.space import microbatch_sizes
 from hetflow.tests.profiles import examples
 from hetflow.tests.solvers.parallel.every_plan import ADAM, fastest, problems, two_types

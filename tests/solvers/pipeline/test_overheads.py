@@ -13,14 +13,13 @@ from hetflow.planning.schedules.terms import step_terms
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort
-from hetflow.solvers.pipeline.bottleneck import graph
+from hetflow.solvers.pipeline.bottleneck import search_graph
 from hetflow.solvers.pipeline.cuts import cuts_of
-from hetflow.solvers.pipeline.makespan.bound import StepModel, step_of
-from hetflow.solvers.pipeline.makespan.solve import relaxed_step
-from hetflow.solvers.pipeline.makespan.tables import Tables
+from hetflow.solvers.pipeline.makespan import relaxed_step
 from hetflow.solvers.pipeline.placements import build
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.solvers.pipeline.stage_costs import StageCosts
+from hetflow.solvers.pipeline.step_sums import StepModel, Tables, step_of
 from hetflow.tests.profiles import examples
 
 FEW = settings(max_examples=examples(40))
@@ -184,7 +183,7 @@ def test_no_placement_beats_the_bounds_of_its_step(problem, recompute):
     problem = dataclasses.replace(problem, schedule="1f1b", workers="at_most")
     space = build(problem)
     costs = StageCosts(problem, cuts_of(problem), space.bandwidths, recompute=recompute)
-    placed = graph.search(problem, costs, space)
+    placed = search_graph(problem, costs, space)
     if placed is None:
         return
     tables = Tables(StepModel(problem, costs, pessimistic=False), space, np.array([0]))

@@ -16,8 +16,7 @@ from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline import solve as pipeline
 from hetflow.solvers.pipeline.assemble import ORDERED
-from hetflow.solvers.pipeline.packing import Seats
-from hetflow.solvers.pipeline.placements import Move
+from hetflow.solvers.pipeline.placements import Move, Seats
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.plan_parts import with_replicas
 from hetflow.tests.profiles import examples

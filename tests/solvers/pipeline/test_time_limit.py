@@ -14,7 +14,7 @@ from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline.placements import build
 from hetflow.solvers.pipeline.solve import solve
-from hetflow.solvers.pipeline.uniform.option import ShapeOption
+from hetflow.solvers.pipeline.uniform import ShapeOption
 
 from .test_placements import drawn
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from hetflow.schema.problem import DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint
-from hetflow.solvers.split.feasible import counts_within, feasible_sums
-from hetflow.solvers.split.pool import SplitPool
+from hetflow.solvers.split.feasible import SplitPool, counts_within, feasible_sums
 from hetflow.tests.profiles import examples
 
 types = st.tuples(

@@ -1,10 +1,23 @@
-"""Parametric search over the slowest stage's time, where the cuts are in one line.
+"""The least time of the slowest stage: over cuts in one line, and over any graph of cuts.
 
-For a time limit, each state of the devices keeps the least cut from which it can run everything
-behind. There is one for each bandwidth the next boundary may need. A shorter remainder is never
-harder to run, so the least cut is all that matters, and one pass over the moves decides the limit.
-The answer is among finitely many times: the search halves, jumps to the time a found plan attains,
-and ends when the limit just below it fails.
+In one line (``search_line``): for a limit of time, each state of the devices keeps the least cut
+from which it can run everything behind. There is one for each bandwidth that the next boundary may
+need. A shorter remainder is never harder to run, so the least cut is all that matters, and one pass
+over the moves decides the limit. The answer is among finitely many times: the search halves, jumps
+to the time that a found plan attains, and ends when the limit just below it fails. O(moves) a
+limit, about twenty limits.
+
+    layers of 3, 1, 2 s on two equal devices, links free
+    limit 3: the last device takes from its end 2 + 1, the other is left 3: it fits
+    limit just below 3: the last takes 2 (2 + 1 is too long), the other 1; 3 is left over
+    so the least is 3
+
+In any graph (``search_graph``): f(state, cut) is the least time of the slowest stage that runs
+everything behind ``cut`` on the devices of ``state``. One array of cuts a state; each move folds
+one stage in. O(moves x cuts^2).
+
+    the same: f(one device, after 0, 1, 2 layers) = 6, 3, 2
+    f(two devices, 0) = min(max(3, 3), max(4, 2)) = 3, cut after the first layer
 """
 
 from typing import Any
@@ -12,12 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....schema.pipeline import PipelineProblem
-from ...effort import DEFAULT, Effort, OutOfTimeError
-from ..cuts import Floats
-from ..placements import PlacedStage, PlacementSpace
-from ..search import StoppedError
-from ..stage_costs import StageCosts
+from ...schema.pipeline import PipelineProblem
+from ..effort import DEFAULT, Effort, OutOfTimeError
+from .cuts import Floats
+from .placements import Move, PlacedStage, PlacementSpace, final_states
+from .stage_costs import StageCosts, StoppedError
 
 TOLERANCE = 1e-12
 _HALVINGS_BEFORE_PROBING = 12
@@ -25,7 +37,7 @@ _HALVINGS_BEFORE_PROBING = 12
 Ints = NDArray[np.int64]
 
 
-def search(
+def search_line(
     problem: PipelineProblem,
     costs: StageCosts,
     space: PlacementSpace,
@@ -36,7 +48,7 @@ def search(
 ) -> list[PlacedStage] | None:
     """Find the best placement, first stage first; None where nothing fits the memory.
 
-    Exact up to one part in 10^12. Arguments and errors as of ``graph.search``.
+    Exact up to one part in 10^12. Arguments and errors as of ``search_graph``.
     """
     line = MoveLine(problem, costs, space, extra_bytes, effort)
     placed = line.place(below)
@@ -277,3 +289,114 @@ def objective(costs: StageCosts, placed: list[PlacedStage]) -> float:
         gap: Any = costs.boundary_seconds[move.gap, last]
         slowest = max(slowest, stage, float(gap))
     return slowest
+
+
+_CLOSE = 1 + 1e-9
+
+
+def search_graph(
+    problem: PipelineProblem,
+    costs: StageCosts,
+    space: PlacementSpace,
+    extra_bytes: float = 0.0,
+    *,
+    below: float = np.inf,
+    effort: Effort = DEFAULT,
+) -> list[PlacedStage] | None:
+    """Find the best placement, first stage first; None where nothing fits the memory.
+
+    Args:
+        problem: What is asked.
+        costs: Seconds of stages and boundaries.
+        space: The pools' states and moves.
+        extra_bytes: Raises every limit of memory.
+        below: Only placements of at most so many seconds are looked for. A state and cut whose
+            work ahead takes longer even spread over all devices left is passed over.
+        effort: Says when to stop.
+
+    Raises:
+        StoppedError: The effort's limit came first.
+    """
+    size = costs.cuts.size
+    best = np.full((len(space.states), size), np.inf)
+    move_of = np.full((len(space.states), size), -1, np.int32)
+    next_cut = np.zeros((len(space.states), size), np.int32)
+    best[0, -1] = 0.0
+    table = _Table(problem, costs, extra_bytes)
+    ahead = _least_ahead(problem, costs, space)
+    rows = np.arange(size)
+    used = [sum(state.used) for state in space.states]
+    for number, move in enumerate(space.moves):
+        if effort.should_stop():
+            raise StoppedError(0.0)
+        behind = np.maximum(best[move.source], costs.boundary_seconds[move.gap])
+        hopeful = behind < np.inf
+        if below < np.inf:
+            left = problem.num_devices - used[move.source]
+            hopeful = (behind <= below) & (ahead <= below * left * _CLOSE)
+        cuts = np.flatnonzero(hopeful)
+        if not len(cuts):
+            continue
+        total = np.maximum(table.cost(move)[:, cuts], behind[cuts])
+        chosen = total.argmin(axis=1)
+        value, following = total[rows, chosen], cuts[chosen]
+        better = (value < best[move.target]) & (value <= below)
+        best[move.target][better] = value[better]
+        move_of[move.target][better] = number
+        next_cut[move.target][better] = following[better]
+    final = final_states(problem, space)
+    state = final[int(np.argmin(best[final, 0]))]
+    if not np.isfinite(best[state, 0]):
+        return None
+    return _placed(space, state, move_of, next_cut)
+
+
+def _least_ahead(problem: PipelineProblem, costs: StageCosts, space: PlacementSpace) -> Floats:
+    """[cuts] device seconds per input that the layers before a cut need at the least."""
+    kinds, _ = space.moves.numbered("pool", "num_replicas", "span")
+    found = np.full(costs.cuts.size, np.inf)
+    for pool in range(len(problem.pools)):
+        rates = [
+            m * costs.slopes(own, m, span).per_compute for own, m, span in kinds if own == pool
+        ]
+        if rates and len(problem.pools) == 1:
+            work = costs.compute_seconds[pool] + costs.own_seconds[pool]
+            found = np.minimum(found, min(rates) * work)
+    found[0] = 0.0
+    return np.where(np.isfinite(found), found, 0.0)
+
+
+def _placed(
+    space: PlacementSpace, state: int, move_of: NDArray[np.int32], next_cut: NDArray[np.int32]
+) -> list[PlacedStage]:
+    placed: list[PlacedStage] = []
+    cut = 0
+    while state != 0:
+        move = space.moves[int(move_of[state, cut])]
+        following = int(next_cut[state, cut])
+        placed.append((cut, following, move))
+        state, cut = move.source, following
+    return placed
+
+
+class _Table:
+    """Price matrices with memory limits applied, each made once."""
+
+    def __init__(self, problem: PipelineProblem, costs: StageCosts, extra_bytes: float) -> None:
+        self.problem, self.costs, self.extra_bytes = problem, costs, extra_bytes
+        self.seconds: dict[tuple[int, int, int], Floats] = {}
+        self.limited: dict[tuple[int, int, int, int, int], Floats] = {}
+
+    def cost(self, move: Move) -> Floats:
+        key = (move.pool, move.num_replicas, move.span)
+        if key not in self.seconds:
+            self.seconds[key] = self.costs.matrix(*key)
+        limit = self.problem.pools[move.pool].limit_bytes
+        if limit is None:
+            return self.seconds[key]
+        stash = self.costs.stashed(move.num_replicas, move.workers)
+        if (*key, *stash) not in self.limited:
+            seconds = self.seconds[key].copy()
+            seconds[self.costs.own_bytes(*stash) > limit + self.extra_bytes] = np.inf
+            self.limited[(*key, *stash)] = seconds
+        return self.limited[(*key, *stash)]

@@ -1,1 +1,0 @@
-"""The least time of the slowest stage: over cuts in one line, and over any graph."""

@@ -1,1 +1,0 @@
-"""Schedules whose stages all have equally many replicas."""
