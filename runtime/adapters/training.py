@@ -127,7 +127,7 @@ class BatchPart:
         batch_size: Samples of the script's full batches; None where its sampler does not say.
         cuts: [virtual nodes of the plan] (start, end) of each one's samples.
         digest: Of the samples' indices: equal on workers that draw the same batch.
-        dataset: What they are indices of, with the first batch of an epoch.
+        source: Who has drawn it, with the first batch of an epoch.
     """
 
     num_samples: int
@@ -136,7 +136,7 @@ class BatchPart:
     batch_size: int | None
     cuts: tuple[tuple[int, int], ...]
     digest: int = 0
-    dataset: Any = None
+    source: "ShareSampler | None" = None
 
     def of(self, indices: Sequence[Any]) -> list[Any]:
         """This worker's entries of a global batch's; if it has none, one that counts nothing.
@@ -265,8 +265,7 @@ class Training:
         self._is_begun, self._is_counted = False, False
         self._is_finished = False
         self._stops: StopRequests | None = None
-        self._trained: set[int] = set()
-        self._checked: set[int] = set()  # ids of datasets; loaders hold them
+        self._trained: dict[int, nn.Parameter] = {}  # by id, and held: an id may come again
         self._own_hooks = Hooks()
         self._script_hooks: list[ScriptHooks] = []  # [models]
         self._reached: set[int] = set()  # numbers of the models that a backward pass goes through
@@ -565,11 +564,13 @@ class Training:
         Raises:
             TargetError: The script has split the data by itself, or drawn them by unlike seeds.
         """
+        source = piece.source
         known = self.watcher is not None or not self.place.distributed
-        if known or piece.dataset is None or id(piece.dataset) in self._checked:
+        if known or source is None or source.is_checked:
             return
-        self._checked.add(id(piece.dataset))
-        told = self.exchanged({**content_of(piece.dataset), "the order of samples": piece.digest})
+        # Not by the dataset's id: another one may have it later, and not on every worker.
+        source.is_checked = True
+        told = self.exchanged({**content_of(source.dataset), "the order of samples": piece.digest})
         for name in told[0]:
             if any(of_worker.get(name) != told[0][name] for of_worker in told):
                 raise TargetError(
@@ -876,7 +877,7 @@ class Training:
             if parameter.requires_grad and id(parameter) not in self._trained:
                 hook = functools.partial(self._summed, list(self.models).index(model))
                 self._own_hooks.add_on_gradient(parameter, hook)
-                self._trained.add(id(parameter))
+                self._trained[id(parameter)] = parameter
         self._script_hooks = [ScriptHooks(dict(made.named_parameters())) for made in self.models]
 
     def _summed(self, number: int, gradient: Tensor) -> Tensor:
@@ -1134,6 +1135,7 @@ class ShareSampler:
 
     Attributes:
         batch_sampler: The script's batch sampler.
+        is_checked: Whether the workers have compared their datasets.
         sized: Its batches under measurement; None in a launch.
         pieces: The parts of the batches that were drawn and not delivered yet, in order.
     """
@@ -1151,6 +1153,7 @@ class ShareSampler:
         gives_all: bool = False,
     ) -> None:
         self.dataset, self._draws_alike, self.gives_all = dataset, draws_alike, gives_all
+        self.is_checked = False
         self.sized: Sized | None = None
         if training.watcher is not None:
             few_samples = training.watcher.few_samples * training.world_size
@@ -1179,12 +1182,12 @@ class ShareSampler:
         self.pieces.clear()
         if self._draws_alike:
             self._training.equalise_draws()
-        dataset = self.dataset
+        source = None if self.dataset is None else self
         for indices in self.batch_sampler:
             piece = self._training.cut(len(indices), self.batch_size, by_index=True)
             digest = zlib.crc32(repr(indices).encode())
-            self.pieces.append(replace(piece, digest=digest, dataset=dataset))
-            dataset = None
+            self.pieces.append(replace(piece, digest=digest, source=source))
+            source = None
             yield piece.of(indices)
 
 

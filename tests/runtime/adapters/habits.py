@@ -3,6 +3,7 @@
 Usage: habits.py ANSWER [refused | by hand]
 """
 
+import gc
 import json
 import os
 import sys
@@ -82,6 +83,28 @@ def read_sequences():
             optimizer.zero_grad()
             cross_entropy(logits, tokens[:, 1:].flatten(), ignore_index=0).backward()
             optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def train_on_folds():
+    """On the first worker the second fold's dataset has the address of the first one's."""
+    (model, optimizer), kept, fold_rows = made(), [], None
+    for inputs, targets in ((x[0::2], y[0::2]), (x[1::2], y[1::2])):
+        kept += [fold_rows] if rank else []  # another worker's has another address
+        address, fold_rows = id(fold_rows), None
+        for _ in range(10_000):
+            kept.append(fold_rows)
+            fold_rows = TensorDataset(inputs, targets)
+            if rank or id(fold_rows) == address:
+                break
+        order = DistributedSampler(fold_rows, seed=1)
+        batches = DataLoader(fold_rows, batch_size=30 // world_size, sampler=order)
+        for some, labels in batches:
+            optimizer.zero_grad()
+            cross_entropy(model(some), labels).backward()
+            optimizer.step()
+        del order, batches
+        gc.collect()
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
@@ -301,6 +324,7 @@ else:
         "norms": {"parameters": sorted(seen)},
         "sequences": {"parameters": read_sequences()},
         "averaged": {"parameters": average()},
+        "folds": {"parameters": train_on_folds()},
     }
 if rank == 0:
     with open(answer, "w") as stream:
