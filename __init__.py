@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from .api import cluster
     from .api import renting as rent
     from .api.allocate import allocate, throughputs
-    from .api.check import check
-    from .api.export import export
     from .api.files import read, write
+    from .api.formats import export
     from .api.launch import dry_run, launch, resize
     from .api.profile import profile
     from .api.show import show
     from .api.simulate import simulate, sweep
-    from .api.solve import solve
+    from .api.solve import check, solve
     from .runtime import prepare
     from .schema.cluster import Cluster
     from .schema.errors import (

@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from .schema.deployment import Deployment
     from .schema.jobs import Certificate, Entity
     from .schema.market import Availability, Capacity, Market, PriceHistory
-    from .schema.operations import Kind, Schedule
-    from .schema.pipeline_shape import PipelineShape
     from .schema.profile import LayerGraph, LayerNode
+    from .schema.schedule import Kind, PipelineShape, Schedule
     from .solvers.allocation.engine import Outcome
     from .solvers.allocation.goals import Goal, LeastCurve, MaxMin, Ratio, Total
     from .solvers.allocation.instance import Instance
@@ -63,13 +62,12 @@ _NAMES = {
     ".devices.host": "HostBackend",
     ".solvers.allocation.instance": "Instance",
     ".planning.checks.judges": "Judge judge",
-    ".schema.operations": "Kind Schedule",
+    ".schema.schedule": "Kind PipelineShape Schedule",
     ".schema.profile": "LayerGraph LayerNode",
     ".solvers.allocation.policy": "LeastAttained inverse normalised policy",
     ".devices.backend": "AcceleratorBackend LocalDevice device_backend",
     ".clusters.engines.local": "LocalEngine",
     ".solvers.allocation.engine": "Outcome",
-    ".schema.pipeline_shape": "PipelineShape",
     ".planning.checks.allocation_policies": "Pool",
     ".formats.importers.registry": "TraceOptions jobs_importer layer_importer price_importer "
     "trace_importer",

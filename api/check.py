@@ -6,7 +6,7 @@ from ..schema.errors import ProblemError
 from ..schema.jobs import Allocation
 from ..schema.optimizer import named_optimizer
 from ..schema.options import options
-from ..schema.requests.check import CheckRequest
+from ..schema.requests.solve import CheckRequest
 from .calls import takes
 from .files import claim_of, jobs_of, priced_pool, throughputs_of
 

@@ -251,7 +251,7 @@ def _named(registry: str, incomplete: str) -> list[str]:
 
         names = sorted(all_policies())
     elif registry == "schedules":
-        from ..schema.schedule_traits import planned_schedules
+        from ..schema.schedule import planned_schedules
 
         names = ("auto", *planned_schedules())
     else:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ..schema.errors import HetflowError
-from ..schema.requests.check import CheckRequest
+from ..schema.requests.solve import CheckRequest
 from .asking import Asked, asks
 from .common import JsonFlag, emit, emit_json, warn
 

@@ -169,7 +169,7 @@ def correct(
     """
     from ..clusters.scheduler import view
     from ..clusters.scheduler.store import ClusterStore
-    from .profile import fold_runs
+    from .machine import fold_runs
 
     store = ClusterStore.open(state)
     profiles, model, runs = view.finished_runs(store, view.job_number(store, job))
@@ -202,9 +202,9 @@ def replay(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag = Fa
     hetflow cluster replay --policy fifo --restart-seconds 20 --resize-seconds 1
     hetflow cluster replay --sacct jobs.txt --policy las --rate v100=3.5 --rate k80=1
     """
-    from ..api.replay import replay as compared
+    from ..api.simulate import replay as compared
     from ..formats.reports.cluster_tables import replay_table
-    from .allocate import warn_of_left_out
+    from .simulate import warn_of_left_out
 
     document, run = compared(requests.ReplayRequest(**asked), state)
     warn_of_left_out(run.left_out)

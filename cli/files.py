@@ -54,7 +54,7 @@ def import_(
     hetflow import log.txt --format sacct --throughputs rates.json -o jobs.json
     hetflow import counts.csv --format bamboo-trace --time-unit hours -o market.json
     """
-    from ..api.import_ import SACCT, imported
+    from ..api.formats import SACCT, imported
     from ..formats.importers.sacct import read_sacct
     from ..schema.files import check_outputs
 
@@ -102,7 +102,7 @@ def export(
     chosen = EXPORTERS.get(asked.setdefault("target", "pipedream"))
     record: object
     if Deployment in chosen.takes:
-        from ..api.export import deployment_of
+        from ..api.formats import deployment_of
 
         record = deployment_of(**{"script": "", **asked})
     elif script:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..formats.reports.grid import grid
 from ..schema.errors import FileError, HetflowError
-from ..schema.requests.machine import DemoRequest, DoctorRequest
+from ..schema.requests.profile import DemoRequest, DoctorRequest
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, emit, emit_either, emit_json, note
 
@@ -19,8 +19,7 @@ def devices(json: JsonFlag = False) -> None:
     hetflow devices
     hetflow devices --json
     """
-    from ..devices.cpu import DEVICE_TYPE
-    from ..devices.emulated import DEFAULT_SPEEDS, GRAMMAR
+    from ..devices.cpu import DEFAULT_SPEEDS, DEVICE_TYPE, GRAMMAR
     from ..devices.local import local_devices
 
     found = local_devices()

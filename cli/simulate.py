@@ -30,7 +30,7 @@ def simulate(
     from ..schema.files import check_outputs, to_plain, write_bytes
     from ..schema.frames import frame_of
     from ..schema.simulation import frame_of_runs
-    from .allocate import warn_of_left_out
+    from .simulate import warn_of_left_out
 
     plot, csv = asked.pop("plot", None), asked.pop("csv", None)
     check_outputs(output, plot, csv, force=force)

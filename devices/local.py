@@ -9,8 +9,7 @@ from ..schema.errors import ProblemError
 from ..schema.options import option
 from ..schema.spelling import nearest
 from .backend import DEVICES, DeviceRequest, LocalDevice
-from .cpu import DEVICE_TYPE, cpu_device
-from .emulated import DEFAULT_SPEEDS, GRAMMAR
+from .cpu import DEFAULT_SPEEDS, DEVICE_TYPE, GRAMMAR, cpu_device
 from .host import TORCH_DEVICE
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hetflow
-from hetflow.devices.emulated import DEMONSTRATED, DEMONSTRATED_POOL
+from hetflow.devices.cpu import DEMONSTRATED, DEMONSTRATED_POOL
 from hetflow.devices.local import accelerators
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError, LaunchError

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from ..planning.schedules.assemble import Pass, PassOrder, Slot, assemble
 from ..planning.schedules.registry import schedule
 from ..schema.errors import ProblemError
-from ..schema.operations import Kind, Schedule
-from ..schema.pipeline_shape import PipelineShape
+from ..schema.schedule import Kind, PipelineShape, Schedule
 
 _Make = Callable[[Kind, int, int], Pass]
 """(kind, phase, number within the phase) -> pass; phase 0 enters at the rank's near end."""

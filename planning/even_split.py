@@ -6,7 +6,7 @@ and nothing of memory. So a plan takes the even split, and the table's rate as i
 
 from collections.abc import Mapping, Sequence
 
-from ..devices.emulated import is_emulated
+from ..devices.cpu import is_emulated
 from ..schema.errors import InfeasibleError
 from ..schema.jobs import ModelThroughput
 from ..schema.plan import Plan, Prediction, Proof, device_group, split_plan

@@ -6,7 +6,6 @@ from typing import get_args
 
 from ..schema.choices import Shard
 from ..schema.cluster import Cluster
-from ..schema.device_memory import asked_bytes
 from ..schema.errors import BackendError, ProblemError
 from ..schema.optimizer import OptimizerState
 from ..schema.options import option
@@ -14,7 +13,7 @@ from ..schema.parallel import ParallelProblem
 from ..schema.pipeline import PipelineProblem
 from ..schema.plan import Plan, Restrictions, devices_for
 from ..schema.problem import Problem, ShardedProblem, SplitProblem
-from ..schema.profile import Profile
+from ..schema.profile import Profile, asked_bytes
 from .apart import states_devices, told_apart
 from .checks import plan as plan_checks
 from .checks.proofs import Verdict, tolerance_faults

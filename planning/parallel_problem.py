@@ -22,7 +22,7 @@ from ..schema.parallel import (
 )
 from ..schema.problem import Problem
 from ..schema.profile import LayerGraph, LayerNode, Profile
-from ..schema.schedule_traits import traits
+from ..schema.schedule import traits
 from .costs.memory import exchange_bytes
 from .links import LinkSource, Pair, PoolLinks, measured_between
 from .pipeline_problem import graph_of, layered, reserve_in_pipeline

@@ -7,14 +7,13 @@ from math import inf, isclose
 from typing import Any, NamedTuple
 
 from ..schema.cluster import Cluster
-from ..schema.device_memory import MemoryReserve
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import NAMES, OptimizerState
 from ..schema.options import option
 from ..schema.pipeline import DevicePool, PipelineLayer, PipelineProblem
 from ..schema.problem import Problem
-from ..schema.profile import LayerGraph, LayerNode, Profile
-from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
+from ..schema.profile import LayerGraph, LayerNode, MemoryReserve, Profile
+from ..schema.schedule import DEFAULT_SCHEDULE, traits
 from .costs.compute import busy_ratio
 from .costs.memory import exchange_bytes, reserve_of, with_reserve
 from .links import LinkSource, Pair, PoolLinks, links_of, measured_between

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ..schema.cluster import Cluster
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
-from ..schema.layer_trace import LayerTrace
+from ..schema.layers import LayerTrace
 from ..schema.options import option, told
 from ..schema.pipeline import Objective
 from ..schema.plan import Plan
-from ..schema.schedule_traits import SCHEDULES, traits
+from ..schema.schedule import SCHEDULES, traits
 from ..solvers.effort import Effort
 from ..solvers.methods import METHODS
 from ..solvers.pipeline.simplest import simplest_of

@@ -10,7 +10,7 @@ from ..schema.options import option
 from ..schema.problem import Problem
 from ..schema.profile import Profile
 from ..schema.requests.solve import SolveRequest
-from ..schema.schedule_traits import is_planned, planned_schedules
+from ..schema.schedule import is_planned, planned_schedules
 from ..schema.spelling import did_you_mean
 from .inputs import name_of, pool_of, profiles_of, under_todays_names
 from .limits import SolveLimits

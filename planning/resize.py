@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
 from ..schema.options import option
 from ..schema.plan import Plan
+from ..schema.profile import asked_bytes
 from ..schema.requests.kinds import Pool, Profiles
 from ..schema.requests.solve import SolveRequest
-from ..schema.schedule_traits import is_planned
+from ..schema.schedule import is_planned
 from .request import question_of
 from .solve import solve
 

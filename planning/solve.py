@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any, get_args
 
 from ..schema.choices import Shard
-from ..schema.device_memory import MemoryReserve
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
-from ..schema.layer_trace import cannot_spread
+from ..schema.layers import cannot_spread
 from ..schema.options import asked_of, option
 from ..schema.plan import EmulatedDevice, PassTime, Plan, Restrictions, SyncBound
 from ..schema.problem import ShardedProblem, SplitProblem
-from ..schema.profile import Profile
+from ..schema.profile import MemoryReserve, Profile
 from ..schema.requests.solve import SolveRequest
 from ..solvers.methods import METHODS
 from .costs.memory import reserve_of

@@ -6,7 +6,7 @@ from functools import partial
 
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
-from ..schema.layer_trace import LayerTrace, cannot_spread
+from ..schema.layers import LayerTrace, cannot_spread
 from ..schema.parallel import ParallelProblem
 from ..schema.plan import Plan
 from ..schema.problem import Problem

@@ -15,7 +15,7 @@ from ..planning.costs.device_table import DeviceSpec, spec_of
 from ..planning.costs.estimate import RESERVE_BYTES, Estimator, carried_profile, estimated_profile
 from ..schema.choices import Activations, Precision
 from ..schema.errors import HetflowError, ProblemError, TargetError
-from ..schema.operator_counts import ModelCounts, PassCounts
+from ..schema.layers import ModelCounts, PassCounts
 from ..schema.options import option
 from ..schema.profile import Profile
 from ..schema.records import adapter_of

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..devices.backend import is_out_of_memory
 from ..runtime.nested_tensors import tensors_in
 from ..schema.errors import TargetError
-from ..schema.layer_trace import LayerTrace, TracedInput
+from ..schema.layers import LayerTrace, TracedInput
 from .bench import Bench
 from .layer_memory import StorageLedger
 from .layer_passes import LayerPiece, Row, detached, measure_piece, measuring_seconds, weight_row

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..runtime.nested_tensors import tensors_in
 from ..schema.files import to_plain
-from ..schema.layer_trace import trace_of
+from ..schema.layers import trace_of
 from ..schema.profile import LayerCore, LayerGraph, LayerNode
 from .bench import Bench
 from .layer_memory import StorageLedger, footprint

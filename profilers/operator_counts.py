@@ -21,7 +21,7 @@ from ..devices.host import TORCH_DEVICE
 from ..runtime.nested_tensors import mapped, storage_key, tensors_in
 from ..schema.choices import Activations, Precision
 from ..schema.errors import TargetError
-from ..schema.operator_counts import (
+from ..schema.layers import (
     CoreCounts,
     LayerCounts,
     LayerTable,

@@ -24,7 +24,7 @@ from ..runtime.measurements import StepTimes, stage_runs
 from ..schema.errors import HetflowError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
 from ..schema.profile import LayerGraph, Links, PipelineCosts, Profile
-from ..schema.schedule_traits import schedule_in_order
+from ..schema.schedule import schedule_in_order
 from .busy import Progress
 from .links import said, too_few_devices
 from .process import ChildDied

@@ -13,10 +13,18 @@ from .. import __version__
 from ..devices.backend import DeviceRequest
 from ..devices.local import pinned
 from ..schema.choices import Activations
-from ..schema.device_memory import BesideTensors
 from ..schema.errors import HetflowError, TargetError
 from ..schema.optimizer import OptimizerState
-from ..schema.profile import CURVES, BatchPoint, BusyHost, Emulation, Links, Profile, TypeLink
+from ..schema.profile import (
+    CURVES,
+    BatchPoint,
+    BesideTensors,
+    BusyHost,
+    Emulation,
+    Links,
+    Profile,
+    TypeLink,
+)
 from . import links
 from .batch_curve import Curve, CurveLimits, SizeResult, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy

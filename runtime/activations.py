@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..schema.choices import Activations
 from ..schema.errors import TargetError
-from ..schema.layer_trace import unit_of
+from ..schema.layers import unit_of
 from .nested_tensors import tensors_in
 from .offload import Stash, lane_of
 

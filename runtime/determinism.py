@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from ..devices.backend import DEVICES
-from ..devices.cpu import DEVICE_TYPE
-from ..devices.emulated import base_type
+from ..devices.cpu import DEVICE_TYPE, base_type
 from ..schema.errors import TargetError
 from ..schema.launch import Determinism
 from ..schema.options import command, option

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ..devices.backend import backend_of
 from ..devices.collectives import HOST_COLLECTIVE, choose_collective, is_on_devices, wire_device
-from ..devices.emulated import base_type
+from ..devices.cpu import base_type
 from ..devices.host import TORCH_DEVICE
 from ..devices.local import device_of_type, own_type
 from ..schema.choices import Activations

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..devices.backend import backend_of
 from ..devices.collectives import is_on_devices
-from ..devices.emulated import base_type
+from ..devices.cpu import base_type
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig
 from .agreement.agreement import SharedTensors

@@ -16,7 +16,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_origin
 
 from .errors import ProblemError
-from .foreign import Table, is_sequence, plain
+from .frames import Table, is_sequence, plain
 from .options import Option, option
 from .spelling import did_you_mean, nearest
 

@@ -11,13 +11,12 @@ from typing import Literal
 from .choices import Activations, Shard
 from .cluster import Cluster
 from .errors import ProblemError, TargetError
-from .layer_trace import LayerTrace
-from .operations import Kind
+from .layers import LayerTrace
 from .optimizer import OptimizerState
 from .options import option, options
 from .plan import EmulatedDevice
 from .records import Bytes, Count, Index, Name, Ratio, Seconds, record
-from .schedule_traits import ScheduleTraits, traits
+from .schedule import Kind, ScheduleTraits, traits
 
 Determinism = Literal["none", "static", "elastic", "heterogeneous"]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from .errors import ProblemError
 from .optimizer import OptimizerState
 from .records import Bytes, Count, Name, NonNegative, PositiveBytes, Seconds, record
-from .schedule_traits import DEFAULT_SCHEDULE, traits
+from .schedule import DEFAULT_SCHEDULE, traits
 
 Recompute = Literal["none", "selective", "full"]
 """What a stage computes again in its backward passes: nothing, the cores of attention, or all."""

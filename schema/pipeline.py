@@ -8,7 +8,7 @@ from .errors import ProblemError
 from .optimizer import OptimizerState
 from .options import option
 from .records import Bytes, Count, Index, Name, PositiveBytes, PositiveRate, Ratio, Seconds, record
-from .schedule_traits import DEFAULT_SCHEDULE, ScheduleTraits, planned_schedules, traits
+from .schedule import DEFAULT_SCHEDULE, ScheduleTraits, planned_schedules, traits
 
 Solved = Literal["flat", "nested"]
 CutRule = Literal["edges", "released"]

@@ -5,15 +5,14 @@ from typing import Any, Literal
 
 from .choices import Activations, Shard, StageCost
 from .cluster import Cluster
-from .device_memory import MemoryReserve
 from .errors import ProblemError
-from .estimate import Estimate
 from .frames import Rows, Shown, fields_table, listed
-from .layer_trace import LayerTrace
+from .layers import LayerTrace
 from .optimizer import OptimizerState
 from .options import option
 from .parallel import Recompute
 from .pipeline import Solved, WorkerCount, check_microbatches
+from .profile import Estimate, MemoryReserve
 from .records import (
     Bytes,
     Count,
@@ -28,7 +27,7 @@ from .records import (
     Seconds,
     record,
 )
-from .schedule_traits import DEFAULT_SCHEDULE, ScheduleTraits, traits
+from .schedule import DEFAULT_SCHEDULE, ScheduleTraits, traits
 
 Known = Literal["replayed", "recomputed", "stated"]
 """How a judge knows a plan's bound. ``replayed``: the plan's certificate was replayed, and shows

@@ -1,14 +1,12 @@
 """Profile: one model measured on one device type."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from .choices import Activations
-from .device_memory import BesideTensors
+from .choices import Activations, Precision
 from .errors import ProblemError
-from .estimate import Estimate
 from .frames import Rows, Shown, fields_table
-from .layer_trace import LayerTrace
+from .layers import LayerTrace
 from .optimizer import OptimizerState
 from .records import (
     Bytes,
@@ -23,6 +21,103 @@ from .records import (
     Ratio,
     record,
 )
+
+
+@record
+class BesideTensors:
+    """Device memory of a worker that its allocator neither holds nor counts, as measured.
+
+    Args:
+        context_bytes: What a worker that trains alone takes: the driver's context, loaded kernels
+            and libraries. What other programs held of the device meanwhile is in it.
+        group_bytes: What it takes besides once it has synchronised with others: the buffers of a
+            communicator. None if that was not measured.
+    """
+
+    context_bytes: Bytes
+    group_bytes: Bytes | None = None
+
+
+@record
+class MemoryReserve:
+    """Memory that a plan leaves free of tensors on each device of a type.
+
+    Args:
+        device_type: The type.
+        context_bytes: For context and libraries; None if the profile did not measure it.
+        communicator_bytes: For communicators; None if the profile did not measure them.
+        fragmentation_bytes: For what the allocator holds without using it; None as above.
+        asked_bytes: What the user asked to leave free besides.
+    """
+
+    device_type: Name
+    context_bytes: Bytes | None = None
+    communicator_bytes: Bytes | None = None
+    fragmentation_bytes: Bytes | None = None
+    asked_bytes: Bytes = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it; what was not measured counts as nothing."""
+        measured = (self.context_bytes, self.communicator_bytes, self.fragmentation_bytes)
+        return sum(part or 0 for part in measured) + self.asked_bytes
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {value / 2**20:.0f} MiB"
+            for name, value in (
+                ("context", self.context_bytes),
+                ("communicators", self.communicator_bytes),
+                ("fragmentation", self.fragmentation_bytes),
+                ("asked for", self.asked_bytes or None),
+            )
+            if value is not None
+        ]
+        return (
+            f"{self.device_type}: {self.total_bytes / 2**20:.0f} MiB of a device are left free of "
+            f"tensors ({', '.join(parts)})"
+        )
+
+
+def asked_bytes(reserves: Sequence[MemoryReserve]) -> int:
+    """Bytes of each device that the user asked a plan to leave free; all types have the same."""
+    return max((reserve.asked_bytes for reserve in reserves), default=0)
+
+
+@record
+class Estimate:
+    """How a profile, or a part of a plan, was estimated.
+
+    Args:
+        device_type: The device type that the estimate is for.
+        spec: The row of the device table whose peak figures were used.
+        source: The source of those figures.
+        precision: The assumed precision of products of 32-bit matrices; None is torch's default
+            (convolutions in TF32 if the device has it, everything else in float32).
+        step_error: Relative error. Nine in ten estimates were within this fraction of the measured
+            time, on devices that the efficiencies were not fitted to
+            (benchmarks/device_estimates.py).
+        ratio_error: The same of how many times as long as on another type a pass takes; None in
+            files of earlier versions.
+        carried_from: The type whose measured profile was scaled to this one; None if nothing was
+            measured.
+    """
+
+    device_type: Name
+    spec: Name
+    source: str
+    precision: Precision | None = None
+    step_error: Ratio
+    ratio_error: Ratio | None = None
+    carried_from: Name | None = None
+
+    def __str__(self) -> str:
+        origin = "" if self.carried_from is None else f", carried from {self.carried_from}"
+        return (
+            f"{self.device_type} estimated, not measured (figures of {self.spec}{origin}; "
+            f"9 in 10 held-out estimates were within {self.step_error:.0%})"
+        )
+
 
 ENDED_EARLY = ("a pass would exceed the time limit", "the time budget is spent")
 """Why measuring may end before a larger batch size is tried (``provenance.curve_stopped``)."""

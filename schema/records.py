@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass as _dataclass
 from pydantic_core import ArgsKwargs
 
 from .errors import ProblemError
-from .foreign import in_tuples, plain
+from .frames import in_tuples, plain
 from .spelling import did_you_mean
 
 T = TypeVar("T")

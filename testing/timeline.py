@@ -28,7 +28,7 @@ from ..planning.costs.estimate import LINK_LATENCY_SECONDS
 from ..planning.costs.roofline import Efficiency, operator_seconds
 from ..profilers.operator_counts import counted_call
 from ..schema.choices import Precision
-from ..schema.operator_counts import Operator
+from ..schema.layers import Operator
 
 # By the names of torch's backends: as planning names them.
 _COLLECTIVES: dict[str, Collective] = {

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from hetflow.schema.plan import Alternative, Plan, ReplicaGroup, Stage, device_group, passes_of
 from hetflow.schema.plan import split_plan as split_plan
-from hetflow.schema.schedule_traits import traits
+from hetflow.schema.schedule import traits
 
 P = TypeVar("P", Plan, Alternative)
 

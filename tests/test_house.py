@@ -15,7 +15,7 @@ import pytest
 import hetflow
 from hetflow.cli.main import COMMANDS
 from hetflow.schema.files import RECORDS
-from hetflow.schema.schedule_traits import DEFAULT_SCHEDULE, SCHEDULES, traits
+from hetflow.schema.schedule import DEFAULT_SCHEDULE, SCHEDULES, traits
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -327,7 +327,7 @@ def test_one_room_names_kinds_of_devices() -> None:
 
 # Files outside schedules/ that may name one, and why.
 NAMES_A_SCHEDULE = {
-    "schema/schedule_traits.py",  # the one that is planned unless another is asked for
+    "schema/schedule.py",  # the one that is planned unless another is asked for
     "planning/checks/schedule_lists.py",  # the judge's own definition of each
 }
 PIPEDREAM_FILES = {  # a format of layers has the name of a schedule

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetflow.planning.costs.device_table import DeviceSpec, spec_of
-from hetflow.schema.operator_counts import Operator
+from hetflow.schema.layers import Operator
 
 from .megatron import Shape, block_counts, head_counts
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hetflow.profilers.operator_counts import tallied
-from hetflow.schema.operator_counts import Operator
+from hetflow.schema.layers import Operator
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from hetflow.planning.costs.device_table import spec_of
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
 from hetflow.schema.choices import Precision
-from hetflow.schema.operator_counts import Operator
+from hetflow.schema.layers import Operator
 
 from .measured import ADAM_BYTES, Measured
 from .megatron import Shape, block_counts, head_counts

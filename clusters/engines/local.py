@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ...devices.backend import DEVICES
-from ...devices.cpu import DEVICE_TYPE
-from ...devices.emulated import GRAMMAR, is_emulated
+from ...devices.cpu import DEVICE_TYPE, GRAMMAR, is_emulated
 from ...schema.cluster import Cluster
 from ...schema.errors import ProblemError
 from ...schema.options import option

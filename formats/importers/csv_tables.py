@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ...schema.errors import FileError, HetflowError, ProblemError
 from ...schema.files import read_text
-from ...schema.foreign import Lines, Table, lines_of, without_index
+from ...schema.frames import Lines, Table, lines_of, without_index
 from ...schema.jobs import Entity, Job, Jobs, ModelThroughput, PairThroughput, Throughputs
 from ...schema.spelling import did_you_mean
 from .registry import jobs_importer

@@ -9,8 +9,8 @@ from typing import Any
 from ...planning.schedules.closed_forms import one_f_one_b_seconds
 from ...planning.schedules.terms import StepTerms, step_terms
 from ...schema.errors import ProblemError
-from ...schema.estimate import Estimate
 from ...schema.plan import Plan, ReplicaGroup, Stage
+from ...schema.profile import Estimate
 from .grid import four_digits, grid, milliseconds
 
 ROUNDING = 1e-9

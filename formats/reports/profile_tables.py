@@ -1,6 +1,6 @@
 """What profiling measured, and what runs changed in a profile, as tables."""
 
-from ...schema.layer_trace import LayerTrace
+from ...schema.layers import LayerTrace
 from ...schema.options import option
 from ...schema.profile import BatchPoint, Profile
 from .grid import grid

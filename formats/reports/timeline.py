@@ -14,7 +14,7 @@ from typing import Any
 from ...planning.schedules.counting import peak_weight_versions
 from ...planning.schedules.text import pass_name
 from ...planning.schedules.timing import Span, Timing
-from ...schema.operations import DIFFERENTIATING, PASSES, SENDS, Kind, Operation, message_of
+from ...schema.schedule import DIFFERENTIATING, PASSES, SENDS, Kind, Operation, message_of
 from .grid import most_characters
 
 _FILLS = {

@@ -12,7 +12,7 @@ from ...schema.parallel import LinkCurve
 from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from ...schema.problem import DeviceCosts, DeviceOption
 from ...schema.profile import BatchPoint, Sync, SyncPoint
-from ...schema.schedule_traits import traits
+from ...schema.schedule import traits
 
 
 def ring_seconds(num_bytes: float, num_members: int, bytes_per_second: float) -> float:

@@ -16,8 +16,8 @@ from ...schema.parallel import (
     ShardTimes,
     parallel_schedule,
 )
-from ...schema.pipeline_shape import PipelineShape
 from ...schema.plan import ParallelCertificate, Plan, ReplicaGroup, Stage
+from ...schema.schedule import PipelineShape
 from . import definitions
 from .parallel_bound import has_places, is_proved
 from .plan import (

@@ -10,14 +10,13 @@ from math import ceil, isclose
 from typing import Any
 
 from ...schema.cluster import Cluster
-from ...schema.device_memory import asked_bytes
 from ...schema.optimizer import OptimizerState
 from ...schema.parallel import ParallelProblem
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, ReplicaGroup
 from ...schema.problem import Problem, ShardedDevices, ShardedProblem, SplitProblem
-from ...schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
-from ...schema.schedule_traits import traits
+from ...schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile, asked_bytes
+from ...schema.schedule import traits
 from .links import JudgedLinks
 
 

@@ -12,21 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ...schema.operations import (
+from ...schema.plan import Plan
+from ...schema.schedule import (
     DIFFERENTIATING,
     FREEING,
     PASSES,
     RECEIVES,
     SENDS,
+    Generator,
     Kind,
     Message,
     Operation,
+    PipelineShape,
     Schedule,
+    generator_of,
     message_of,
+    traits,
 )
-from ...schema.pipeline_shape import PipelineShape
-from ...schema.plan import Plan
-from ...schema.schedule_traits import Generator, generator_of, traits
 from .schedule_lists import definition_of, own_passes, own_placement
 
 _UPDATES_SHOWN = 3  # of schedules that never end

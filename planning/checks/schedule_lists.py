@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ...schema.errors import ProblemError
-from ...schema.pipeline_shape import PipelineShape, Placement
-from ...schema.schedule_traits import ScheduleTraits, traits
+from ...schema.schedule import PipelineShape, Placement, ScheduleTraits, traits
 
 Pass = tuple[str, int, int]
 """(kind, stage, microbatch)."""

@@ -9,8 +9,8 @@ from functools import partial
 from math import ceil, isclose
 
 from ...schema.errors import ProblemError
-from ...schema.operations import Operation
 from ...schema.plan import Plan, Stage
+from ...schema.schedule import Operation
 from .schedule import Lists, lists_of, run_seconds
 
 PARTS = (

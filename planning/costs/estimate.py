@@ -10,8 +10,7 @@ from typing import Any
 
 from ...schema.choices import Precision
 from ...schema.errors import InfeasibleError, ProblemError
-from ...schema.estimate import Estimate
-from ...schema.operator_counts import (
+from ...schema.layers import (
     CoreCounts,
     LayerCounts,
     LayerTable,
@@ -23,6 +22,7 @@ from ...schema.options import option
 from ...schema.profile import (
     CURVES,
     BatchPoint,
+    Estimate,
     LayerCore,
     LayerGraph,
     LayerNode,

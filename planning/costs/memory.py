@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...schema.device_memory import MemoryReserve
-from ...schema.profile import BatchPoint, Profile, changed_curves
+from ...schema.profile import BatchPoint, MemoryReserve, Profile, changed_curves
 
 
 def fitting_points(batch_curve: Sequence[BatchPoint], memory_bytes: int) -> tuple[BatchPoint, ...]:

@@ -28,7 +28,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
-from ...schema.schedule_traits import traits
+from ...schema.schedule import traits
 from .comm import Wire, collective_seconds
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...schema.choices import Precision
-from ...schema.operator_counts import Operator
+from ...schema.layers import Operator
 from .device_table import DeviceSpec
 
 Unit = Literal["vector", "tf32", "half"]

@@ -13,7 +13,7 @@ Where a graph hides that (a norm that casts its input to the type that it has), 
 from dataclasses import replace
 from itertools import pairwise
 
-from ...schema.operator_counts import CoreCounts, LayerCounts, LayerTable, Operator
+from ...schema.layers import CoreCounts, LayerCounts, LayerTable, Operator
 from .tensor_layers import ShardedLayer, sharded_layers
 
 # Norms before each part; GPT-2, then Llama, Qwen and BLOOM.

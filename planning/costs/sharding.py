@@ -10,7 +10,7 @@ from fractions import Fraction
 from math import ceil
 
 from ...schema.choices import Shard
-from ...schema.layer_trace import unit_of
+from ...schema.layers import unit_of
 from ...schema.plan import Prediction, ReplicaGroup
 from ...schema.problem import ShardedDevices, ShardedProblem
 from ...schema.profile import BatchPoint, LayerGraph

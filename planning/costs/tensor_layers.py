@@ -9,7 +9,7 @@ device reads or writes whole stays whole.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...schema.operator_counts import CoreCounts, LayerCounts, LayerTable, Operator
+from ...schema.layers import CoreCounts, LayerCounts, LayerTable, Operator
 
 DEGREES = (2, 4, 8)
 _PER_HEAD = ("attention", "bmm")  # products of activations alone: split by heads on every side

@@ -8,15 +8,15 @@ the pass that makes them, weight versions, reductions and updates.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...schema.operations import (
+from ...schema.schedule import (
     DIFFERENTIATING,
     FREEING,
     Kind,
     Operation,
+    Placement,
     Schedule,
     WeightSemantics,
 )
-from ...schema.pipeline_shape import Placement
 
 Pass = tuple[Kind, int, int]
 """(kind, stage, microbatch)."""

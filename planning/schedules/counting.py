@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ...schema.operations import DIFFERENTIATING, FREEING, PASSES, Kind, Operation, Schedule
+from ...schema.schedule import DIFFERENTIATING, FREEING, PASSES, Kind, Operation, Schedule
 
 
 def peak_in_flight(schedule: Schedule, *, until_weight_gradient: bool = True) -> tuple[int, ...]:

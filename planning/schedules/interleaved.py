@@ -1,8 +1,7 @@
 """Interleaved 1F1B: each device holds several model chunks (thesis 4.2.2, figure 4.4 bottom)."""
 
 from ...schema.errors import ProblemError
-from ...schema.operations import Kind, Schedule
-from ...schema.pipeline_shape import PipelineShape
+from ...schema.schedule import Kind, PipelineShape, Schedule
 from . import closed_forms
 from .assemble import Slot
 from .parallel import parallel_pipelines

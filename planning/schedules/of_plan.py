@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 
 from ...schema.errors import ProblemError
-from ...schema.operations import Schedule
-from ...schema.pipeline_shape import PipelineShape
 from ...schema.plan import Plan, Stage
-from ...schema.schedule_traits import generator_of
+from ...schema.schedule import PipelineShape, Schedule, generator_of
 from .timing import StageTimes, Timing, time_schedule
 
 # Schedules without a flush never end; this number of updates shows their steady state.

@@ -7,8 +7,7 @@ in turn, so both passes of a microbatch run on the same replica.
 
 from collections.abc import Sequence
 
-from ...schema.operations import Kind, Schedule, WeightSemantics
-from ...schema.pipeline_shape import PipelineShape
+from ...schema.schedule import Kind, PipelineShape, Schedule, WeightSemantics
 from . import closed_forms
 from .assemble import PassOrder, Slot, alternating, assemble
 from .registry import schedule

@@ -7,8 +7,7 @@ thesis 3.2.3).
 
 from collections.abc import Callable, Sequence
 
-from ...schema.operations import Schedule
-from ...schema.pipeline_shape import PipelineShape
+from ...schema.schedule import PipelineShape, Schedule
 from .assemble import PassOrder, Slot, assemble
 
 Pipeline = Sequence[Sequence[Slot]]

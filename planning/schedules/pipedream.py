@@ -1,8 +1,7 @@
 """The schedules without flushes, all in 1F1B order: PipeDream's two and PipeDream-2BW."""
 
 from ...schema.errors import ProblemError
-from ...schema.operations import Schedule
-from ...schema.pipeline_shape import PipelineShape
+from ...schema.schedule import PipelineShape, Schedule
 from . import closed_forms
 from .one_f_one_b import build
 from .registry import schedule

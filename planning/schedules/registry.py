@@ -4,9 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...schema.errors import ProblemError
-from ...schema.operations import Schedule
-from ...schema.pipeline_shape import PipelineShape
-from ...schema.schedule_traits import SCHEDULES, Generator, ScheduleTraits, generator_of, traits
+from ...schema.schedule import (
+    SCHEDULES,
+    Generator,
+    PipelineShape,
+    Schedule,
+    ScheduleTraits,
+    generator_of,
+    traits,
+)
 
 
 def schedule(name: str, **stated: Any) -> Callable[[Generator], Generator]:

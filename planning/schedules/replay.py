@@ -7,7 +7,7 @@ on each directed link. Each stage ends with its all-reduce and update.
 
 from typing import NamedTuple
 
-from ...schema.schedule_traits import traits
+from ...schema.schedule import traits
 from .assemble import Turn, alternating
 from .closed_forms import in_flight
 

@@ -9,8 +9,7 @@ import re
 from collections.abc import Sequence
 
 from ...schema.errors import ProblemError
-from ...schema.operations import PASSES, Kind, Operation, Schedule
-from ...schema.pipeline_shape import Placement
+from ...schema.schedule import PASSES, Kind, Operation, Placement, Schedule
 from .assemble import Pass, PassOrder, assemble
 
 _LETTERS = {

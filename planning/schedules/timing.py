@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...schema.errors import ProblemError
-from ...schema.operations import (
+from ...schema.schedule import (
     PASSES,
     RECEIVES,
     SENDS,

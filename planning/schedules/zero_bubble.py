@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...schema.errors import ProblemError
-from ...schema.operations import Kind, Schedule
-from ...schema.pipeline_shape import PipelineShape
+from ...schema.schedule import Kind, PipelineShape, Schedule
 from .assemble import Slot
 from .parallel import Pipeline, parallel_pipelines
 from .registry import schedule

@@ -12,8 +12,7 @@ A microbatch travels four legs: forward down the ranks and up again, backward do
 from collections import deque
 
 from ...schema.errors import ProblemError
-from ...schema.operations import Kind, Schedule
-from ...schema.pipeline_shape import PipelineShape
+from ...schema.schedule import Kind, PipelineShape, Schedule
 from .assemble import Pass, Slot
 from .parallel import parallel_pipelines
 from .registry import schedule

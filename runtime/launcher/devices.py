@@ -9,7 +9,7 @@ from math import ceil
 
 from ...devices.backend import DEVICES
 from ...devices.cpu import DEVICE_TYPE as CPU
-from ...devices.emulated import base_type
+from ...devices.cpu import base_type
 from ...devices.local import IMAGINED, accelerators, devices_of_types, known_as
 from ...devices.precision import emulated_bfloat16, mixed_tf32
 from ...schema.errors import HetflowError, TargetError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__
-from ...devices.emulated import base_type
+from ...devices.cpu import base_type
 from ...schema.errors import LaunchError
 from ...schema.files import to_json
 from ...schema.launch import LaunchConfig, Rendezvous, WorkerSlot

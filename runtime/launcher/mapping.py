@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate, groupby
 
 from ...devices.cpu import DEVICE_TYPE as CPU
-from ...devices.emulated import base_type, is_emulated
+from ...devices.cpu import base_type, is_emulated
 from ...schema.cluster import Cluster
 from ...schema.deployment import HostGroup
 from ...schema.errors import InfeasibleError, LaunchError, ProblemError

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
-from ...schema.operations import Kind, Operation
+from ...schema.schedule import Kind, Operation
 from ..agreement.agreement import SharedTensors, leaves_of, nodes_of
 from ..data import Pass, called
 from ..digest import InPieces, digest_of_pieces

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...planning.schedules.counting import peak_in_flight
 from ...schema.errors import ProblemError
 from ...schema.launch import PipelineWork
-from ...schema.operations import ACTIVATIONS, PASSES, RECEIVES, SENDS, Kind, Operation, Schedule
+from ...schema.schedule import ACTIVATIONS, PASSES, RECEIVES, SENDS, Kind, Operation, Schedule
 from ..data import Batch
 from ..protocol.lower import schedule_of
 from ..tensor.operators import TensorGroup

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...devices.backend import backend_of
-from ...schema.operations import FREEING, Operation
+from ...schema.schedule import FREEING, Operation
 from .. import peers
 from ..gradients import FirstGradients, Hooks, came_twice, layout_of, view_like
 from .ownership import Holders, Ownership, in_buckets

@@ -22,7 +22,7 @@ from ...devices.backend import Mark, backend_of
 from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
-from ...schema.operations import Operation
+from ...schema.schedule import Operation
 from .. import peers
 from ..gradients import have_no_gradients
 from ..group import Place, subgroup

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...schema.errors import TargetError
-from ...schema.layer_trace import LayerTrace
+from ...schema.layers import LayerTrace
 from ..checkpoints.checkpoint import shape_text
 from ..setup import check_model
 from ..tensor.sharded import is_shared_call

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import cast, get_args
 
-from ...devices.emulated import is_emulated
+from ...devices.cpu import is_emulated
 from ...planning.schedules.registry import generate
 from ...schema.errors import ProblemError
 from ...schema.launch import (
@@ -15,11 +15,11 @@ from ...schema.launch import (
     VirtualNode,
     WorkerSlot,
 )
-from ...schema.layer_trace import cannot_spread
-from ...schema.operations import Kind, Schedule
+from ...schema.layers import cannot_spread
 from ...schema.options import option
 from ...schema.parallel import first_devices, is_inside
 from ...schema.plan import Plan, ReplicaGroup, Stage
+from ...schema.schedule import Kind, Schedule
 
 MAX_WORKERS = 1 << 16
 MAX_VIRTUAL_NODES = 1 << 20

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from ...devices.emulated import is_emulated
+from ...devices.cpu import is_emulated
 from ...schema.launch import LaunchConfig
 from ...schema.plan import Plan
 from ...schema.records import Index, Seconds, adapter_of, record

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...schema.choices import Activations, Shard
 from ...schema.errors import TargetError
-from ...schema.layer_trace import unit_of
+from ...schema.layers import unit_of
 from ...schema.options import option
 from .. import peers
 from ..activations import repeated_layers, treat

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ..choices import OnFailure
 from ..cluster import Cluster
-from ..foreign import Table
+from ..frames import Table
 from ..jobs import Allocation, Jobs, Throughputs
 from ..launch import Rendezvous
 from ..market import Availability, Capacity, Market, PriceHistory

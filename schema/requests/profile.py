@@ -1,4 +1,4 @@
-"""The request to measure a model."""
+"""The requests about this machine: measure a model, find what is lacking, train for show."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -127,3 +127,26 @@ class ProfileCommandRequest(ProfileRequest):
     profiles: Annotated[
         "Path | None", Option(help="With {from_run}: the folder of profiles to correct.")
     ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorRequest:
+    """What ``doctor`` needs to know."""
+
+    report: Annotated[
+        "Path | None",
+        Option(metavar="FILE", help="Write versions, topology and findings here, to send."),
+    ] = None
+    suite: Annotated[
+        "Path | None", Option(help="With {report}: results that `pytest --junitxml` has written.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoRequest:
+    """What ``demo`` needs to know."""
+
+    output: Annotated[
+        "Path | None", Option(other="-o", help="Keep profiles, plan and run in this new folder.")
+    ] = None
+    epochs: Annotated["Count", Option(help="Epochs of training.")] = 3

@@ -13,7 +13,7 @@ from typing import Any
 from ...schema.errors import BackendError, InfeasibleError
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, Proof
-from ...schema.schedule_traits import SCHEDULES
+from ...schema.schedule import SCHEDULES
 from ..effort import DEFAULT, MOST_GIVEN_UP, Effort
 
 Solve = Callable[[PipelineProblem], Plan]

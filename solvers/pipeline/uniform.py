@@ -34,9 +34,9 @@ from ...planning.schedules.of_plan import times_of
 from ...planning.schedules.registry import generate
 from ...planning.schedules.timing import time_schedule
 from ...schema.errors import InfeasibleError, ProblemError
-from ...schema.operations import Schedule
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, Stage
+from ...schema.schedule import Schedule
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from .anywhere import has_one_order, relaxed
 from .assemble import ORDERED, finish, needs, stage_between

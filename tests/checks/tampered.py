@@ -19,13 +19,13 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import hetflow
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import HetflowError
-from hetflow.schema.estimate import Estimate
 from hetflow.schema.files import from_json, to_json
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import (
     BatchPoint,
     Emulation,
+    Estimate,
     LayerGraph,
     LayerNode,
     PipelineCosts,

@@ -11,11 +11,11 @@ from hetflow.planning.schedules import counting, terms
 from hetflow.planning.schedules.replay import flush_step_seconds
 from hetflow.planning.schedules.timing import Timing, time_schedule
 from hetflow.schema.errors import BackendError
-from hetflow.schema.operations import Schedule
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.parallel import LinkCurve
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.schema.plan import ReplicaGroup
+from hetflow.schema.schedule import Schedule
 from hetflow.solvers.parallel import pareto
 from hetflow.solvers.pipeline import prediction, uniform
 from hetflow.solvers.pipeline import step_sums as bound

@@ -12,7 +12,7 @@ from hetflow.planning.checks.schedule import validate
 from hetflow.planning.schedules.registry import generate
 from hetflow.planning.schedules.text import from_text
 from hetflow.planning.schedules.timing import StageTimes, time_schedule
-from hetflow.schema.operations import PASSES, RECEIVES, SENDS, Kind, Operation, Schedule, repeat
+from hetflow.schema.schedule import PASSES, RECEIVES, SENDS, Kind, Operation, Schedule, repeat
 from hetflow.tests.profiles import examples
 
 UNLIKE_REPLICAS = ["gpipe", "1f1b", "pipedream", "2bw"]

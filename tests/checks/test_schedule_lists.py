@@ -8,9 +8,14 @@ import pytest
 from hetflow.planning.checks.schedule import judged, validate
 from hetflow.planning.checks.schedule_lists import DEFINITIONS
 from hetflow.schema.errors import ProblemError
-from hetflow.schema.operations import Operation, Schedule
-from hetflow.schema.pipeline_shape import PipelineShape
-from hetflow.schema.schedule_traits import SCHEDULES, generator_of, planned_schedules
+from hetflow.schema.schedule import (
+    SCHEDULES,
+    Operation,
+    PipelineShape,
+    Schedule,
+    generator_of,
+    planned_schedules,
+)
 
 
 def shapes(name: str) -> list[PipelineShape]:

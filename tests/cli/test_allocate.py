@@ -7,8 +7,8 @@ import pytest
 import typer
 
 from hetflow.cli import main
-from hetflow.cli.allocate import allocate
 from hetflow.cli.listing import with_common_flags
+from hetflow.cli.simulate import allocate
 from hetflow.planning.checks.allocation import check
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster

@@ -11,7 +11,7 @@ import pytest
 
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
-from hetflow.schema.layer_trace import LayerTrace
+from hetflow.schema.layers import LayerTrace
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.profile import LayerGraph, LayerNode, Links, Profile, TensorLayers
 from hetflow.tests.plan_parts import kind_of

@@ -15,10 +15,10 @@ from hetflow.planning.costs.estimate import (
 from hetflow.planning.costs.roofline import Efficiency, operator_seconds
 from hetflow.schema import files
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.layer_trace import LayerTrace
-from hetflow.schema.operator_counts import (
+from hetflow.schema.layers import (
     LayerCounts,
     LayerTable,
+    LayerTrace,
     ModelCounts,
     Operator,
     PassCounts,

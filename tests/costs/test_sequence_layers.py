@@ -9,7 +9,7 @@ from hetflow.planning.costs.sequence_layers import sequence_layers
 from hetflow.planning.costs.tensor_layers import sharded_layers
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
-from hetflow.schema.operator_counts import LayerTable
+from hetflow.schema.layers import LayerTable
 from hetflow.tests.papers.ptdp_equations import tensor_parallel_elements
 
 from .test_tensor_layers import BLOCK, ELEMENT, HIDDEN, TOKENS, WIDE, layer, table

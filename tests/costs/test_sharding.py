@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from hetflow.planning.costs.sharding import unit_bytes
-from hetflow.schema.layer_trace import unit_of
+from hetflow.schema.layers import unit_of
 from hetflow.schema.profile import LayerGraph, LayerNode
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from hetflow.planning.costs.tensor_layers import degrees_of, sharded_layers
-from hetflow.schema.layer_trace import LayerTrace
-from hetflow.schema.operator_counts import (
+from hetflow.schema.layers import (
     CoreCounts,
     LayerCounts,
     LayerTable,
+    LayerTrace,
     Operator,
     PassCounts,
     TensorRole,

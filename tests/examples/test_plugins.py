@@ -29,7 +29,7 @@ from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.schema.market import Market
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
-from hetflow.schema.schedule_traits import SCHEDULES
+from hetflow.schema.schedule import SCHEDULES
 from hetflow.solvers.allocation.policy import POLICIES
 from hetflow.tests.examples.plugins import PLUGINS, declare, forget, install
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hetflow.api.export import export
+from hetflow.api.formats import export
 from hetflow.runtime.protocol.environment import pins
 from hetflow.schema import files
 from hetflow.schema.plan import Plan, Prediction, Proof

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.api.export import export
+from hetflow.api.formats import export
 from hetflow.schema import files
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.run import RunRecord

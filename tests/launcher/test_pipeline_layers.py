@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.layer_trace import LayerTrace
+from hetflow.schema.layers import LayerTrace
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord

@@ -11,7 +11,7 @@ import pytest
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
-from hetflow.schema.schedule_traits import SCHEDULES
+from hetflow.schema.schedule import SCHEDULES
 from hetflow.tests.examples.plugins import PLUGINS, forget, install
 
 SCRIPT = """

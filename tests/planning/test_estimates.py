@@ -13,10 +13,10 @@ from hetflow.planning.costs.estimate import Estimator, estimated_profile
 from hetflow.profilers.estimate import specs_of
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
-from hetflow.schema.layer_trace import LayerTrace
-from hetflow.schema.operator_counts import (
+from hetflow.schema.layers import (
     LayerCounts,
     LayerTable,
+    LayerTrace,
     ModelCounts,
     Operator,
     PassCounts,

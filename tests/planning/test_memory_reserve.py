@@ -16,12 +16,12 @@ from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
-from hetflow.schema.device_memory import BesideTensors
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.problem import Problem
 from hetflow.schema.profile import (
     BatchPoint,
+    BesideTensors,
     BusyHost,
     LayerGraph,
     LayerNode,

@@ -9,7 +9,7 @@ from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model, tallied
 from hetflow.schema.choices import Precision
 from hetflow.schema.errors import TargetError
-from hetflow.schema.operator_counts import ModelCounts, Operator
+from hetflow.schema.layers import ModelCounts, Operator
 
 LINEAR = """
 import torch

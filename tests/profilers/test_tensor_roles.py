@@ -12,7 +12,7 @@ from hetflow.profilers.operator_counts import (
     tensor_roles,
 )
 from hetflow.runtime import tensor_parallel
-from hetflow.schema.operator_counts import TensorRole
+from hetflow.schema.layers import TensorRole
 
 GPT2 = (
     "wte", "drop", "h.0.ln_1", "h.0.attn.c_attn", "h.0.attn.c_proj", "h.0.ln_2", "h.0.mlp.c_fc",

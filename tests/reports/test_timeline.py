@@ -16,8 +16,7 @@ from hetflow.formats.reports.timeline import (
 )
 from hetflow.planning.schedules.registry import generate
 from hetflow.planning.schedules.timing import StageTimes, Timing, time_schedule
-from hetflow.schema.operations import PASSES, SENDS
-from hetflow.schema.schedule_traits import SCHEDULES
+from hetflow.schema.schedule import PASSES, SCHEDULES, SENDS
 
 HOSTILE = '</svg><script>alert("1")</script>&amp; \'"<b>'
 SVG = "{http://www.w3.org/2000/svg}"

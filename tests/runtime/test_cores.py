@@ -25,7 +25,7 @@ from hetflow.runtime.tensor.operators import TensorGroup
 from hetflow.runtime.tensor.roles import sharing_of
 from hetflow.runtime.tensor.sharded import ShardedModel
 from hetflow.schema.errors import TargetError
-from hetflow.schema.operator_counts import LayerCounts
+from hetflow.schema.layers import LayerCounts
 
 from .tensor_cases import MODELS, data, drop_weights, logits_of
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hetflow.runtime.pipeline.cut import LayeredModel, StageModule, cut
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.schema.errors import TargetError
-from hetflow.schema.layer_trace import LayerTrace, TracedInput
+from hetflow.schema.layers import LayerTrace, TracedInput
 
 
 class Cache:

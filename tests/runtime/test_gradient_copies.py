@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hetflow.runtime.pipeline.executor import Unflushed
-from hetflow.schema.operations import Kind, Operation
+from hetflow.schema.schedule import Kind, Operation
 
 
 def test_microbatches_of_an_update_add_to_the_same_gradients():

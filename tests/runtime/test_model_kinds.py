@@ -20,7 +20,7 @@ from hetflow.runtime.pipeline.evaluation import StageEvaluation
 from hetflow.runtime.pipeline.stage import StageRunner
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.schema import files
-from hetflow.schema.layer_trace import LayerTrace
+from hetflow.schema.layers import LayerTrace
 from hetflow.schema.profile import BatchPoint, Profile
 
 from .gloo_workers import TRANSFORMERS, run_workers

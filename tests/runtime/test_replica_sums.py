@@ -16,7 +16,7 @@ from hetflow.runtime.pipeline.replica_sums import Hook, ReplicaSums
 from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.tensor.groups import Lanes, ParameterCut
 from hetflow.schema.errors import TargetError
-from hetflow.schema.operations import Kind, Operation
+from hetflow.schema.schedule import Kind, Operation
 
 MICROBATCHES, WIDTH = 3, 8
 LIKE, LANES, UNLIKE = ((0,), (1,)), ((0, 1), (2, 3)), ((0, 1), (2,))  # groups of two replicas

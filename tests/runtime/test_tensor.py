@@ -10,7 +10,7 @@ import torch
 
 from hetflow import runtime as hf
 from hetflow.schema import files
-from hetflow.schema.layer_trace import LayerTrace, TracedInput
+from hetflow.schema.layers import LayerTrace, TracedInput
 from hetflow.schema.plan import Plan
 
 from ..parallel_plans import parallel_plan

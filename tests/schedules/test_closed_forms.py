@@ -16,7 +16,7 @@ from hetflow.planning.schedules.counting import peak_in_flight, peak_weight_vers
 from hetflow.planning.schedules.registry import generate
 from hetflow.planning.schedules.replay import StepStage, flush_step_seconds
 from hetflow.planning.schedules.timing import StageTimes, time_schedule
-from hetflow.schema.operations import PASSES
+from hetflow.schema.schedule import PASSES
 from hetflow.tests.schedules import bubbles
 
 TIMES = [(1, 1), (1, 2), (3, 5), (7, 4)]

@@ -7,7 +7,7 @@ import pytest
 
 from hetflow.planning.schedules.registry import generate
 from hetflow.planning.schedules.timing import StageTimes, Timing, time_schedule
-from hetflow.schema.operations import PASSES, Kind, Schedule
+from hetflow.schema.schedule import PASSES, Kind, Schedule
 
 
 def drawn(schedule: Schedule) -> Timing:

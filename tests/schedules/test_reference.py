@@ -14,7 +14,7 @@ from hetflow.planning.schedules.counting import peak_in_flight, peak_weight_vers
 from hetflow.planning.schedules.registry import generate
 from hetflow.planning.schedules.text import from_text, to_text
 from hetflow.planning.schedules.timing import StageTimes, time_schedule
-from hetflow.schema.operations import Kind, Schedule
+from hetflow.schema.schedule import Kind, Schedule
 from hetflow.tests.data import reference
 
 REFERENCE: dict[str, Any] = json.loads((reference.folder() / "ptdp" / "schedules.json").read_text())

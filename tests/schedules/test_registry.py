@@ -7,8 +7,7 @@ import pytest
 from hetflow.planning.schedules.registry import generate
 from hetflow.planning.schedules.text import from_text, to_text
 from hetflow.schema.errors import ProblemError
-from hetflow.schema.operations import Kind
-from hetflow.schema.schedule_traits import SCHEDULES
+from hetflow.schema.schedule import SCHEDULES, Kind
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hetflow.planning.schedules.counting import peak_weight_versions
 from hetflow.planning.schedules.registry import generate
 from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import ProblemError
-from hetflow.schema.operations import PASSES, SENDS, Kind, Operation, Schedule, repeat
+from hetflow.schema.schedule import PASSES, SENDS, Kind, Operation, Schedule, repeat
 
 
 def test_one_microbatch_through_unlike_stages() -> None:

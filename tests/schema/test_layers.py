@@ -6,7 +6,7 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError
-from hetflow.schema.layer_trace import LayerTrace, TracedInput
+from hetflow.schema.layers import LayerTrace, TracedInput
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
 
 TRACE = LayerTrace(

@@ -12,7 +12,7 @@ from hetflow.planning.checks.judges import JUDGES
 from hetflow.planning.schedules.registry import generate, schedule
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.plugins import Registry
-from hetflow.schema.schedule_traits import SCHEDULES
+from hetflow.schema.schedule import SCHEDULES
 from hetflow.solvers.allocation.policy import POLICIES
 
 GROUP = "hetflow.tests_of_plugins"

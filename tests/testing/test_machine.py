@@ -12,7 +12,7 @@ from hetflow.planning.costs.device_table import spec_of
 from hetflow.planning.costs.efficiency import FITTED
 from hetflow.planning.costs.estimate import LINK_LATENCY_SECONDS
 from hetflow.planning.costs.roofline import operator_seconds
-from hetflow.schema.operator_counts import Operator
+from hetflow.schema.layers import Operator
 from hetflow.testing.fakecuda.build import CannotBuild
 from hetflow.tests.testing.hosts import real_types
 

@@ -12,7 +12,6 @@ from hetflow.planning.checks.parallel_bound import is_proved
 from hetflow.planning.schedules.closed_forms import interleaved_in_flight
 from hetflow.planning.schedules.registry import generate
 from hetflow.schema.errors import InfeasibleError
-from hetflow.schema.operations import Kind
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,
@@ -22,6 +21,7 @@ from hetflow.schema.parallel import (
     ShardTimes,
 )
 from hetflow.schema.plan import Plan
+from hetflow.schema.schedule import Kind
 from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.profiles import examples
 from hetflow.tests.solvers.parallel.every_plan import (

@@ -20,7 +20,7 @@ from hetflow.planning.checks.pipeline import check
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
-from hetflow.schema.schedule_traits import planned_schedules, traits
+from hetflow.schema.schedule import planned_schedules, traits
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.profiles import examples
 

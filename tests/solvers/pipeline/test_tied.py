@@ -10,7 +10,7 @@ from partition_cases import best_flat, chain, flat_problems, levels, objective, 
 from hetflow.planning.checks.pipeline import check, stage_memory
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.pipeline import PipelineProblem
-from hetflow.schema.schedule_traits import traits
+from hetflow.schema.schedule import traits
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.profiles import examples
 

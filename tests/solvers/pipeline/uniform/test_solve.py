@@ -23,7 +23,7 @@ from hetflow.planning.schedules.timing import time_schedule
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import DevicePool, PipelineProblem
 from hetflow.schema.plan import Plan
-from hetflow.schema.schedule_traits import planned_schedules, traits
+from hetflow.schema.schedule import planned_schedules, traits
 from hetflow.solvers.pipeline.assemble import ORDERED
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.profiles import examples
