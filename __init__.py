@@ -56,10 +56,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     ".api.allocate": "allocate throughputs",
-    ".api.check": "check",
     ".api.cluster:": "cluster",
     ".api.launch": "dry_run launch resize",
-    ".api.export": "export",
+    ".api.formats": "export",
     ".plugins:": "plugins",
     ".runtime": "prepare",
     ".api.profile": "profile",
@@ -67,7 +66,7 @@ _NAMES = {
     ".api.renting:": "rent",
     ".api.show": "show",
     ".api.simulate": "simulate sweep",
-    ".api.solve": "solve",
+    ".api.solve": "check solve",
     ".schema.jobs": "Allocation Job Jobs ModelThroughput Throughputs",
     ".schema.profile": "BatchPoint Profile",
     ".schema.cluster": "Cluster",

@@ -379,7 +379,7 @@ class AcceleratorBackend(DeviceBackend):
 DEVICES: Registry[DeviceBackend] = Registry(
     "device kind",
     group="hetflow.devices",
-    own=("hetflow.devices.cuda", "hetflow.devices.cpu", "hetflow.devices.emulated"),
+    own=("hetflow.devices.cuda", "hetflow.devices.cpu"),
 )
 
 

@@ -69,7 +69,7 @@ def lines_of(table: Table) -> tuple[list[str], Lines]:
     if levels:
         held = held.reset_index(level=levels)
     rows = enumerate(held.itertuples(index=False, name=None), start=2)
-    cells = ((number, [_cell(value) for value in row]) for number, row in rows)
+    cells = ((number, [_csv_cell(value) for value in row]) for number, row in rows)
     return without_index([str(name) for name in held.columns], cells)
 
 
@@ -81,7 +81,7 @@ def without_index(names: list[str], lines: Lines) -> tuple[list[str], Lines]:
     return names[start:], ((number, cells[start:]) for number, cells in lines)
 
 
-def _cell(value: Any) -> str:
+def _csv_cell(value: Any) -> str:
     value = plain(value)
     if value is None or value != value or str(value) in ("NaT", "<NA>"):
         return ""

@@ -322,7 +322,7 @@ def test_one_room_names_kinds_of_devices() -> None:
     ]
     assert named == []
     assert len(kinds_named(ROOT / "devices" / "cuda.py")) > 5
-    assert kinds_named(ROOT / "devices" / "emulated.py")
+    assert kinds_named(ROOT / "devices" / "cpu.py")
 
 
 # Files outside schedules/ that may name one, and why.

@@ -34,7 +34,7 @@ def check_level(name: str) -> Determinism:
     levels = get_args(Determinism)
     if name not in levels:
         raise ProblemError(f"determinism must be one of {', '.join(levels)}, got {name!r}")
-    return cast(Determinism, name)
+    return cast("Determinism", name)
 
 
 def check_pipeline_level(level: Determinism) -> None:
