@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from ..clusters.scheduler import submission, view
 from ..clusters.scheduler.requests import Request, send
 from ..clusters.scheduler.view import QueuedJob
-from ..formats.importers.jobs_files import read_throughputs
+from ..formats.importers.recognise import read_throughputs
 from ..schema.errors import ProblemError
 from ..schema.records import Index
 from .calls import checks

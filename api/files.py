@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..formats.importers.csv_tables import read_jobs_table, read_throughputs_csv
-from ..formats.importers.jobs_files import read_jobs, read_throughputs
-from ..formats.importers.recognise import read_markets
+from ..formats.importers.recognise import read_jobs, read_markets, read_throughputs
 from ..schema import files
 from ..schema.errors import FileError
 from ..schema.jobs import Allocation, Jobs, Throughputs

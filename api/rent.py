@@ -6,9 +6,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..clusters.simulator.market.advise import Adviser
-from ..clusters.simulator.market.compare import compare
-from ..clusters.simulator.market.replay import compare_from
+from ..clusters.simulator.renting import Adviser, compare, compare_from
 from ..formats.importers.availability import read_availability
 from ..formats.importers.recognise import read_market
 from ..planning.inputs import profiles_of

@@ -15,8 +15,7 @@ from ..clusters.scheduler.renting import (
     machines_for,
     rents,
 )
-from ..clusters.simulator.market.advise import Adviser
-from ..clusters.simulator.market.replay import replay
+from ..clusters.simulator.renting import Adviser, replay
 from ..schema import files
 from ..schema.errors import FileError, ProblemError
 from ..schema.market import RentRun

@@ -201,7 +201,7 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
 
         return simulation_image(first, file_format)
     if isinstance(first, Market):
-        from ..formats.reports.market_plots import presence_image, prices_image, spread_image
+        from ..formats.reports.plots import presence_image, prices_image, spread_image
 
         if way == "by_cloud":
             return spread_image(first, file_format)

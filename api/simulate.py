@@ -16,9 +16,9 @@ from ..clusters.scheduler.store import ClusterStore
 from ..clusters.simulator import cases
 from ..clusters.simulator.arrivals import DrawOptions, TraceKind
 from ..clusters.simulator.cases import Case, run_case
-from ..clusters.simulator.market.many_jobs import MarketOptions
+from ..clusters.simulator.market import MarketOptions
 from ..clusters.simulator.metrics import Simulation
-from ..formats.importers.jobs_files import read_jobs
+from ..formats.importers.recognise import read_jobs
 from ..formats.importers.sacct import read_sacct
 from ..planning.inputs import pool_of, spelled_as
 from ..schema.cluster import Cluster

@@ -26,7 +26,7 @@ from live_parts.real import run_to_end, write_profile
 
 import hetflow.examples
 from hetflow.clusters.engines.local import LocalEngine
-from hetflow.clusters.mechanisms.rounds.state import RoundRules
+from hetflow.clusters.mechanisms.round_state import RoundRules
 from hetflow.clusters.scheduler import leases
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.plans import plan_on

@@ -28,7 +28,7 @@ from live_parts.models import NUM_MODELS, TYPES, prepare
 
 from hetflow.clusters.engines.protocol import EngineDevice, Fate, Work
 from hetflow.clusters.mechanisms.allocators import allocator_named
-from hetflow.clusters.mechanisms.rounds.state import RoundRules
+from hetflow.clusters.mechanisms.round_state import RoundRules
 from hetflow.clusters.scheduler import sharing
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.sharing import ClusterSettings

@@ -33,7 +33,7 @@ from truth_parts.load import Load
 
 import hetflow.examples
 from hetflow.clusters.engines.local import LocalEngine
-from hetflow.clusters.mechanisms.rounds.state import RoundRules
+from hetflow.clusters.mechanisms.round_state import RoundRules
 from hetflow.clusters.scheduler import view
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.sharing import ClusterSettings

@@ -34,7 +34,7 @@ from hetflow.clusters.dashboard.snapshot import snapshot
 from hetflow.clusters.engines.protocol import EngineDevice, Fate, Work
 from hetflow.clusters.mechanisms import elastic
 from hetflow.clusters.mechanisms.easyscale import VARIANTS
-from hetflow.clusters.mechanisms.rounds.state import RoundRules
+from hetflow.clusters.mechanisms.round_state import RoundRules
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import FILE, ClusterStore

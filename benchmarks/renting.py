@@ -16,8 +16,7 @@ from statistics import fmean
 
 import numpy as np
 
-from hetflow.clusters.simulator.market.compare import compare
-from hetflow.clusters.simulator.market.replay import replay
+from hetflow.clusters.simulator.renting import compare, replay
 from hetflow.formats.importers.availability import read_availability
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import Chain, chain_of

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from hetflow.clusters.simulator.market.compare import compare
+from hetflow.clusters.simulator.renting import compare
 from hetflow.formats.importers.availability import read_availability
 from hetflow.formats.importers.spot_prices import read_aws_spot_prices
 from hetflow.solvers.market import dynamic_program

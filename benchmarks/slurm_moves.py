@@ -26,7 +26,7 @@ from live_parts.real import run_to_end, write_profile
 from hetflow.clusters.engines.lease_folder import ENDED, STARTED
 from hetflow.clusters.engines.protocol import OUTPUT
 from hetflow.clusters.engines.slurm import SlurmEngine
-from hetflow.clusters.mechanisms.rounds.state import RoundRules
+from hetflow.clusters.mechanisms.round_state import RoundRules
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import ClusterStore

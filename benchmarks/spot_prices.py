@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hetflow.clusters.simulator.market.replay import strategy_replay
+from hetflow.clusters.simulator.renting import strategy_replay
 from hetflow.formats.importers.price_lists import read_instance_types
 from hetflow.formats.importers.spot_prices import read_aws_spot_prices, read_azure_spot_prices
 from hetflow.schema import files

@@ -45,7 +45,7 @@ def start(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag = Fal
     hetflow submit train.toml
     hetflow queue
     """
-    from ..clusters.mechanisms.rounds.state import RoundRules
+    from ..clusters.mechanisms.round_state import RoundRules
     from ..clusters.scheduler.serve import serve, systemd_unit
     from ..clusters.scheduler.sharing import ClusterSettings
     from ..clusters.scheduler.submission import read_entities

@@ -162,8 +162,7 @@ def profile(
     from .. import profile as measure
     from ..api.profile import profile_paths
     from ..devices.local import local_devices, parse_requests
-    from ..formats.reports.profile_tables import TOOLS, measured_table
-    from ..formats.reports.tables import table_of
+    from ..formats.reports.tables import TOOLS, measured_table, table_of
     from ..profilers import estimate, targets
     from ..schema import files
 
@@ -213,7 +212,7 @@ def fold_runs(
 ) -> None:
     """Fold runs into the profiles of their model, and write all of these as a new folder."""
     from ..api.profile import profile_paths
-    from ..formats.reports.profile_tables import corrections_table
+    from ..formats.reports.tables import corrections_table
     from ..planning.correcting import corrected, read_run
     from ..planning.inputs import profiles_of
     from ..schema import files

@@ -213,8 +213,7 @@ def rent_odds(
 def _draw_deadlines(has_none: bool, asked: Asked, plot: Path, *, force: bool) -> None:
     """Draw what a later deadline saves."""
     from ..api.rent import by_deadline
-    from ..formats.reports.market_plots import deadlines_image
-    from ..formats.reports.plots import image_format
+    from ..formats.reports.plots import deadlines_image, image_format
     from ..schema.files import check_outputs, write_bytes
 
     kind = image_format(plot)
@@ -269,9 +268,8 @@ def _machines(
     """Show the choices of machines, and write the plan of the one to take."""
     from .. import rent as renting
     from ..api.files import markets_of
-    from ..formats.reports.market_plots import choices_image
     from ..formats.reports.market_tables import choices_table, counted
-    from ..formats.reports.plots import image_format
+    from ..formats.reports.plots import choices_image, image_format
     from ..planning.inputs import profiles_of
     from ..planning.static_choice import chosen, plan_of_choice
     from ..schema.files import check_outputs, write, write_bytes

@@ -433,9 +433,8 @@ _FLAG = re.compile(r"(?<![\w./-])--[a-z][a-z0-9-]*")
 WRITES_COMMANDS = {  # for other programs, or for hetflow's own on another host
     "devices/doctor.py", "clusters/engines/local.py", "clusters/engines/ray.py",
     "clusters/engines/skypilot.py", "clusters/engines/slurm.py", "formats/exporters/ray.py",
-    "formats/exporters/shell.py", "formats/exporters/slurm.py",
-    "formats/exporters/hosts.py", "formats/importers/sacct.py", "runtime/preload/client.py",
-    "runtime/preload/server.py",
+    "formats/exporters/hosts.py", "formats/exporters/slurm.py", "formats/importers/sacct.py",
+    "runtime/preload/client.py", "runtime/preload/server.py",
     "clusters/scheduler/leases.py", "clusters/scheduler/renting.py", "schema/options.py",
 }  # fmt: skip
 

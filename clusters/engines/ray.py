@@ -30,7 +30,7 @@ from .lease_folder import (
     revoke,
     write_atomically,
 )
-from .processes import is_locked
+from .local import is_locked
 from .protocol import EngineDevice, Fate, UnsuitableDevicesError, Work, engine
 
 _NAMESPACE = "hetflow"

@@ -8,7 +8,7 @@ import ray
 
 from .keeper import stopped_with_parent
 from .lease_folder import claim
-from .processes import HostLeases
+from .local import HostLeases
 
 
 class LeaseActor:

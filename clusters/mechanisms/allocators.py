@@ -19,8 +19,7 @@ from ...solvers.allocation.las import WarmMaxMin, centre
 from ...solvers.allocation.policy import POLICIES
 from ...solvers.allocation.program import max_min_program
 from ...solvers.allocation.space_sharing.column_generation import PairTimes
-from .cluster.active import Active
-from .cluster.pool import Floats, Ints
+from .pool import Active, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ import numpy as np
 
 from ...schema.jobs import Job
 from ...schema.plugins import Registry
-from .cluster.seats import Device, DeviceLayout, Placement, Seat, seat
-from .rounds.state import RoundState
+from .round_state import RoundState
+from .seats import Device, DeviceLayout, Placement, Seat, seat
 
 Counts = tuple[int, ...]
 """Devices in each stock."""

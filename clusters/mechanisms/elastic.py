@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .cluster.seats import Device, Placement, Seat, Sizes, seat
-from .rounds.state import RoundState
+from .round_state import RoundState
+from .seats import Device, Placement, Seat, Sizes, seat
 
 _NEAR = 1e-9  # of a device: rounding of its own additions
 

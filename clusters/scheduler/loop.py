@@ -27,16 +27,14 @@ from ...schema.errors import FileError, HetflowError, ProblemError
 from ...schema.options import option
 from ...schema.plan import Plan
 from ..engines.protocol import Engine, ResizingEngine, UnsuitableDevicesError
-from ..mechanisms.cluster.seats import Seat
-from ..mechanisms.rounds.decide import round_end
-from ..mechanisms.rounds.state import RoundState, resumed, stored
-from . import leases, resizes
-from .known_jobs import KnownJobs
-from .leases import Ended, Lease
-from .ledger import Ledger
+from ..mechanisms.round_state import RoundState, resumed, stored
+from ..mechanisms.rounds import round_end
+from ..mechanisms.seats import Seat
+from . import leases
+from .known_jobs import KnownJobs, Ledger
+from .leases import Ended, Lease, due
 from .occupancy import FIRST_SECONDS, LONGEST_SECONDS, Places, Rests, occupancy
 from .plans import Rate, as_job, plan_on, rates_to
-from .resizes import due
 from .sharing import ClusterSettings, sharing_of
 from .store import ClusterStore
 from .submission import prospect
@@ -242,7 +240,7 @@ class Scheduler:
         asked = [lease for lease in leases.open_leases(self._store)
                  if lease.state == "running" and lease.resizing_to]  # fmt: skip
         for lease in asked:
-            found = resizes.outcome(self._store, lease, now)
+            found = leases.resize_outcome(self._store, lease, now)
             if found is None:
                 continue
             folder = leases.folder_of(self._store, lease)
@@ -257,7 +255,7 @@ class Scheduler:
                 else:
                     self._stop_instead(lease, found, now)
             if found.state != "unknown":
-                resizes.forget(self._store, lease)
+                leases.forget_resize(self._store, lease)
 
     def _predicted(self, lease: Lease) -> float | None:
         """Steps per second on the devices that a lease was resized to."""
@@ -272,7 +270,7 @@ class Scheduler:
     def _types(self, devices: Sequence[str]) -> Counter[str]:
         return Counter(self._devices[name].device_type for name in devices)
 
-    def _stop_instead(self, lease: Lease, found: resizes.ResizeOutcome, now: float) -> None:
+    def _stop_instead(self, lease: Lease, found: leases.ResizeOutcome, now: float) -> None:
         """Let a job that was not resized save, and start on its next devices."""
         if found.state == "stayed":
             leases.stay(self._store, lease)
@@ -621,7 +619,7 @@ class Scheduler:
                 yield partial(leases.pursue, self._store, self._engine, lease, grace_seconds, now)
             elif lease.state == "starting":
                 yield partial(self._start, lease, now)
-            elif lease.resizing_to and not resizes.is_asked(self._store, lease):
+            elif lease.resizing_to and not leases.is_launch_asked(self._store, lease):
                 yield partial(self._ask, lease, lease.resizing_to, now)
         for lease in found.begin:
             leases.begin(self._store, lease, now)
@@ -640,7 +638,7 @@ class Scheduler:
             FileError: The request, or the state, cannot be written.
         """
         try:
-            config = resizes.mapping(self._store, lease, self._plan(lease.job, devices))
+            config = leases.resized_config(self._store, lease, self._plan(lease.job, devices))
         except HetflowError as error:
             self._give_up(lease, error.message, now)
             return
@@ -648,11 +646,11 @@ class Scheduler:
             with self._store.transaction():
                 leases.ask_to_resize(self._store, lease, devices, now)
             lease = replace(lease, resizing_to=tuple(devices), resize_asked=now)
-        resizes.ask(self._store, lease, config)
+        leases.ask_launch(self._store, lease, config)
 
     def _give_up(self, lease: Lease, why: str, now: float) -> None:
         with self._store.transaction():
-            self._stop_instead(lease, resizes.ResizeOutcome("stayed", why), now)
+            self._stop_instead(lease, leases.ResizeOutcome("stayed", why), now)
 
     def _start(self, lease: Lease, now: float) -> None:
         try:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..engines.protocol import EngineDevice
-from ..mechanisms.cluster.seats import Device, DeviceLayout, Seat
+from ..mechanisms.seats import Device, DeviceLayout, Seat
 from .leases import Lease
 from .store import ClusterStore
 

@@ -26,9 +26,9 @@ from ...schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from ...schema.plan import Plan
 from ...schema.profile import Profile
 from ...schema.requests.solve import SolveRequest
-from ..mechanisms.cluster.pool import ClusterPool
-from ..mechanisms.cluster.seats import DeviceLayout
 from ..mechanisms.easyscale import ByType, Elastic, Fixed, Variant, Wish, alone
+from ..mechanisms.pool import ClusterPool
+from ..mechanisms.seats import DeviceLayout
 from .submission import Submission
 
 Rate = ModelThroughput | MixThroughput

@@ -16,13 +16,12 @@ from ...schema.cluster import Cluster
 from ...schema.errors import FileError, ProblemError
 from ...schema.files import from_json, to_json, to_plain
 from ..engines.protocol import ENGINES, Engine, EngineForUsers
-from ..mechanisms.rounds.state import RoundRules
+from ..mechanisms.round_state import RoundRules
 from .copies import Copies
-from .group import Group
 from .history import entities_of
 from .loop import Scheduler
 from .notices import Notices, words_of
-from .requests import answer_member
+from .requests import Group, answer_member
 from .sharing import ClusterSettings, check_settings
 from .store import ClusterStore, lock
 

@@ -17,9 +17,9 @@ from ...schema.options import option
 from ..engines.protocol import EngineDevice
 from ..mechanisms import easyscale, elastic
 from ..mechanisms.allocators import PolicyAllocator, allocator_named, most_devices
-from ..mechanisms.cluster.seats import Seat
-from ..mechanisms.rounds.decide import next_round
-from ..mechanisms.rounds.state import RoundRules, RoundState
+from ..mechanisms.round_state import RoundRules, RoundState
+from ..mechanisms.rounds import next_round
+from ..mechanisms.seats import Seat
 from .known_jobs import KnownJobs
 from .occupancy import Occupancy, Places
 from .plans import Rate, pool_from, rates_and_wish, rates_of

@@ -9,7 +9,7 @@ import numpy as np
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import Job, Throughputs
 from ...schema.spelling import did_you_mean
-from ..mechanisms.cluster.pool import ClusterPool
+from ..mechanisms.pool import ClusterPool
 
 LONGEST_SECONDS = 1e8  # three years: a run goes through every round of them
 

@@ -18,18 +18,18 @@ from ...schema.options import option
 from ...schema.plugins import Registry
 from ...schema.simulation import SimulationRun
 from ...schema.spelling import did_you_mean
+from ...solvers.compiling import can_compile
 from ...solvers.market.offers import Prices
 from ..mechanisms.allocators import Allocator, allocator_named, always_pairs
-from ..mechanisms.cluster.pool import ClusterPool
-from ..mechanisms.cluster.seats import DeviceLayout
 from ..mechanisms.easyscale import Variant
-from .arrivals import DrawOptions, draw_jobs
+from ..mechanisms.pool import ClusterPool
+from ..mechanisms.seats import DeviceLayout
+from .arrivals import DrawOptions, Queue, draw_jobs
 from .events import FairShareOptions, ProposalOptions, simulate_fair_share, simulate_proposals
 from .failures import FailureOptions
-from .market.many_jobs import MarketOptions, simulate_market
+from .market import MarketOptions, simulate_market
 from .metrics import Simulation, summarise
-from .rounds import RoundOptions
-from .simulate_rounds import simulate_rounds
+from .rounds import CombinedRounds, RoundOptions, Rounds
 
 Progress = Callable[[int, float], None] | None
 Run = Callable[["Case", Iterable[Job], ClusterPool, Progress], Simulation]
@@ -421,3 +421,46 @@ def _die_with_parent() -> None:
 def _reported(case: Case) -> SimulationRun:
     recipe: Any = case.trace
     return report(case, run_case(case), recipe.kind)
+
+
+def simulate_rounds(
+    jobs: Iterable[Job],
+    pool: ClusterPool,
+    allocator: Allocator,
+    options: RoundOptions | None = None,
+    on_progress: Callable[[int, float], None] | None = None,
+) -> Simulation:
+    """Run jobs to their end.
+
+    Args:
+        jobs: In order of arrival; may be a stream.
+        pool: Devices and throughputs.
+        allocator: The policy.
+        options: The mechanism's.
+        on_progress: Called now and then with jobs done and the time in seconds.
+
+    Raises:
+        ProblemError: The trace makes no sense.
+        InfeasibleError: No job fits the pool, or devices fail so often that no job ends.
+    """
+    options = options or RoundOptions()
+    if options.servers is not None and pool.uses_mixes:
+        raise ProblemError("mixes of device types are not placed on servers; give a flat pool")
+    if pool.consolidated is not None and (options.servers is None or allocator.shares_space):
+        raise ProblemError("placement counts where jobs run alone on several servers")
+    cluster = _kind_of_rounds(pool, allocator, options)(Queue(jobs, pool), pool, allocator, options)
+    while cluster.step():
+        if on_progress is not None:
+            on_progress(cluster.num_done, cluster.now)
+    cluster.settle()
+    return cluster.result()
+
+
+def _kind_of_rounds(pool: ClusterPool, allocator: Allocator, options: RoundOptions) -> type[Rounds]:
+    if allocator.shares_space or len(pool.columns) > len(pool.types):
+        return CombinedRounds
+    if can_compile() and options.is_plain:
+        from .compiled_rounds import CompiledRounds
+
+        return CompiledRounds
+    return Rounds

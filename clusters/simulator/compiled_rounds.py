@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ...solvers.compiling import compiled
-from ..mechanisms.cluster.pool import NOWHERE, Floats, Ints
-from ..mechanisms.rounds.decide import type_order
-from ..mechanisms.rounds.state import ANY_SHARE
+from ..mechanisms.pool import NOWHERE, Floats, Ints
+from ..mechanisms.round_state import ANY_SHARE
+from ..mechanisms.rounds import type_order
 from .rounds import STEPS_LEFT, Rounds
 
 # Rows of the blocks of ``Active``.

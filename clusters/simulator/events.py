@@ -14,10 +14,10 @@ import numpy as np
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import Job
 from ...schema.simulation import JobOutcome
-from ..mechanisms.cluster.pool import ClusterPool
-from ..mechanisms.cluster.seats import DeviceLayout, Placement
 from ..mechanisms.easyscale import Bidder, Stock, Variant, decide
 from ..mechanisms.elastic import Claim, admit_whole, share_elastically
+from ..mechanisms.pool import ClusterPool
+from ..mechanisms.seats import DeviceLayout, Placement
 from .arrivals import Queue
 from .failures import FailureEvents, FailureOptions
 from .metrics import Simulation, SpanBook

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
-from ..mechanisms.cluster.pool import Ints
-from ..mechanisms.cluster.seats import DeviceLayout
+from ..mechanisms.pool import Ints
+from ..mechanisms.seats import DeviceLayout
 
 # Where devices work for a smaller part of the time, a run is refused: it would take more than a
 # hundred times as long as without failures, if it ended at all.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ...schema.errors import ProblemError
 from ...schema.simulation import JobOutcome, SimulationMetrics, Span
-from ..mechanisms.cluster.seats import (
+from ..mechanisms.seats import (
     Device,
     DeviceLayout,
     Placement,

@@ -14,10 +14,9 @@ from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import consolidated_devices
 from ...schema.simulation import JobOutcome
 from ..mechanisms.allocators import Allocator
-from ..mechanisms.cluster.active import Active
-from ..mechanisms.cluster.pool import NOWHERE, Bools, ClusterPool, Floats, Ints
-from ..mechanisms.cluster.seats import DeviceLayout, Held, Placement
-from ..mechanisms.rounds.decide import (
+from ..mechanisms.pool import NOWHERE, Active, Bools, ClusterPool, Floats, Ints
+from ..mechanisms.round_state import LONGEST_ROUND, SHORTEST_ROUND, Chosen, RoundRules, RoundState
+from ..mechanisms.rounds import (
     choose_alone,
     choose_together,
     is_due,
@@ -27,8 +26,7 @@ from ..mechanisms.rounds.decide import (
     seat_on_servers,
     share_anew,
 )
-from ..mechanisms.rounds.pairs import Chosen
-from ..mechanisms.rounds.state import LONGEST_ROUND, SHORTEST_ROUND, RoundRules, RoundState
+from ..mechanisms.seats import DeviceLayout, Held, Placement
 from .arrivals import Queue
 from .failures import FailureOptions, Failures, Fleet, Seats
 from .metrics import Simulation, SpanBook

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
 from hetflow.clusters.mechanisms.easyscale import Variant
+from hetflow.clusters.mechanisms.pool import ClusterPool
 from hetflow.clusters.simulator.events import ProposalOptions, simulate_proposals
 from hetflow.clusters.simulator.metrics import summarise
 from hetflow.papers.easyscale.schedulers import simulate_yarn

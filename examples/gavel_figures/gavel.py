@@ -22,13 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from hetflow.clusters.mechanisms.allocators import Allocator, Shares
-from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
+from hetflow.clusters.mechanisms.pool import Active, ClusterPool
 from hetflow.clusters.simulator.arrivals import DrawOptions, draw_jobs
-from hetflow.clusters.simulator.cases import Case, report, run_case
+from hetflow.clusters.simulator.cases import Case, report, run_case, simulate_rounds
 from hetflow.clusters.simulator.metrics import Simulation
 from hetflow.clusters.simulator.rounds import RoundOptions
-from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.formats.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.papers.gavel.baselines import Gandiva
 from hetflow.schema.errors import HetflowError

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
+from hetflow.clusters.mechanisms.pool import ClusterPool
 from hetflow.clusters.simulator.events import FairShareOptions, simulate_fair_share
 from hetflow.clusters.simulator.metrics import Simulation, summarise
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs

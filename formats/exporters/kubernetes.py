@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from ...schema.deployment import PORT, Deployment, HostGroup
 from ...schema.errors import ProblemError
 from ...schema.options import option
+from .hosts import case_of_host, launch_command, offers, preparation
 from .registry import exporter
-from .shell import case_of_host, launch_command, offers, preparation
 from .yaml_text import Value, yaml_text
 
 _FOLDER = "/hetflow"

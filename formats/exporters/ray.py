@@ -5,8 +5,8 @@ The actors hold the hosts' devices by a placement group, each on a node of its o
 """
 
 from ...schema.deployment import Deployment, HostGroup
+from .hosts import launch_command, preparation, remark
 from .registry import exporter
-from .shell import launch_command, preparation, remark
 
 _RESOURCE = "resource:"
 _SCRIPT = '''\

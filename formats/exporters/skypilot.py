@@ -11,8 +11,8 @@ import shlex
 from ...schema.deployment import PORT, Deployment, HostGroup, Machine
 from ...schema.errors import ProblemError
 from ...schema.options import option
+from .hosts import launch_command, preparation
 from .registry import exporter
-from .shell import launch_command, preparation
 from .yaml_text import Value, yaml_text
 
 _PLAN = '"$HOME/hetflow-plan.json"'

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from ...schema.deployment import Deployment, HostGroup
 from ...schema.errors import ProblemError
 from ...schema.options import option
+from .hosts import case_of_host, launch_command, offers, preparation, remark
 from .registry import exporter
-from .shell import case_of_host, launch_command, offers, preparation, remark
 
 _NOTICE_SECONDS = 120
 """Before the end of the job's time limit; what a checkpoint may take."""

@@ -5,8 +5,8 @@ YARN is first in, first out: a whole gang of one type at once.
 
 from collections.abc import Callable, Iterable
 
-from ...clusters.mechanisms.cluster.pool import ClusterPool
 from ...clusters.mechanisms.easyscale import VARIANTS, admit_gangs
+from ...clusters.mechanisms.pool import ClusterPool
 from ...clusters.simulator.cases import SCHEDULERS, SimulatedScheduler, by_proposals
 from ...clusters.simulator.events import Counts, Entry, EventCluster, EventOptions, est_rate
 from ...clusters.simulator.metrics import Simulation

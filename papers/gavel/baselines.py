@@ -3,7 +3,7 @@
 import numpy as np
 
 from ...clusters.mechanisms.allocators import BASELINES, Baseline, Shares
-from ...clusters.mechanisms.cluster.active import Active
+from ...clusters.mechanisms.pool import Active
 from ...schema.errors import ProblemError
 from ...solvers.allocation.program import Floats
 from ...solvers.allocation.space_sharing.column_generation import PairTimes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...clusters.mechanisms.allocators import OPTIMA, Shares, WarmLas
-from ...clusters.mechanisms.cluster.active import Active
+from ...clusters.mechanisms.pool import Active
 from ...solvers.allocation.engine import solve_alone
 from ...solvers.allocation.interior import over_rows, solved_small
 from ...solvers.allocation.las import WarmMaxMin

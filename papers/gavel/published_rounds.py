@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...clusters.mechanisms.cluster.pool import ClusterPool
+from ...clusters.mechanisms.pool import ClusterPool
 from ...clusters.simulator.cases import (
     SCHEDULERS,
     Case,
@@ -11,9 +11,9 @@ from ...clusters.simulator.cases import (
     SimulatedScheduler,
     allocator_of,
     round_options,
+    simulate_rounds,
 )
 from ...clusters.simulator.metrics import Simulation
-from ...clusters.simulator.simulate_rounds import simulate_rounds
 from ...schema.jobs import Job
 from .baselines import Gandiva
 

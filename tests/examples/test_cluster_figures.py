@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
+from hetflow.clusters.mechanisms.pool import Active, ClusterPool
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

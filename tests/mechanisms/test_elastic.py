@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.mechanisms.cluster.seats import Seat
 from hetflow.clusters.mechanisms.elastic import Claim, fair_shares, next_shares, share_elastically
-from hetflow.clusters.mechanisms.rounds.state import RoundState, resumed, stored
+from hetflow.clusters.mechanisms.pool import ClusterPool
+from hetflow.clusters.mechanisms.round_state import RoundState, resumed, stored
+from hetflow.clusters.mechanisms.seats import Seat
 from hetflow.clusters.simulator.events import simulate_fair_share
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.tests.profiles import examples

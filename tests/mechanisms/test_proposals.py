@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.mechanisms.cluster.seats import Device, DeviceLayout, Seat
 from hetflow.clusters.mechanisms.easyscale import (
     VARIANTS,
     Bidder,
@@ -27,7 +25,9 @@ from hetflow.clusters.mechanisms.easyscale import (
     decide,
     next_devices,
 )
-from hetflow.clusters.mechanisms.rounds.state import RoundState, resumed, stored
+from hetflow.clusters.mechanisms.pool import ClusterPool
+from hetflow.clusters.mechanisms.round_state import RoundState, resumed, stored
+from hetflow.clusters.mechanisms.seats import Device, DeviceLayout, Seat
 from hetflow.clusters.simulator.events import ProposalOptions, est_rate, simulate_proposals
 from hetflow.papers.easyscale.taking import take
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs

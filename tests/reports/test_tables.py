@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from hetflow.formats.reports.grid import fitted_to
 from hetflow.formats.reports.plots import curves_image, split_image
-from hetflow.formats.reports.profile_tables import measured_table
-from hetflow.formats.reports.tables import plan_table, profile_table, table_of
+from hetflow.formats.reports.tables import measured_table, plan_table, profile_table, table_of
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.plan import EmulatedDevice, PassTime, Prediction, Proof
 from hetflow.schema.profile import BatchPoint, BusyHost, Emulation, Profile

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
 from hetflow.clusters.mechanisms.easyscale import Elastic, Variant
+from hetflow.clusters.mechanisms.seats import DeviceLayout
 from hetflow.clusters.scheduler import view
 from hetflow.clusters.scheduler.leases import PLAN
 from hetflow.clusters.scheduler.plans import may_mix, plan_on, rates_and_wish

@@ -26,11 +26,10 @@ from hetflow.clusters.engines.accounts import Account, account
 from hetflow.clusters.engines.lease_folder import progress
 from hetflow.clusters.engines.local import LocalEngine
 from hetflow.clusters.engines.protocol import OUTPUT, Fate, Work
-from hetflow.clusters.scheduler import group, leases, requests
-from hetflow.clusters.scheduler.group import MOST_OF_USER, SOCKET, Group
+from hetflow.clusters.scheduler import leases, requests
 from hetflow.clusters.scheduler.history import usage
 from hetflow.clusters.scheduler.leases import CHECKPOINT, PLAN
-from hetflow.clusters.scheduler.requests import answer_member
+from hetflow.clusters.scheduler.requests import MOST_OF_USER, SOCKET, Group, answer_member
 from hetflow.clusters.scheduler.store import FILE, RUN
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import HetflowError, ProblemError
@@ -285,13 +284,13 @@ def test_a_group_reads_and_changes_nothing_in_the_folder(
 def test_what_is_no_request_gets_one_line_and_ends_nothing(
     host: Host, cluster: Cluster, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "LONGEST_SECONDS", 1.0)
+    monkeypatch.setattr(requests, "LONGEST_SECONDS", 1.0)
     given = asked("a")
     whole = to_json(requests.Request(wish="submit", submission=given))
 
     def say(text: str) -> int:
         try:
-            group.ask(cluster.folder, text)
+            requests.ask(cluster.folder, text)
         except HetflowError as error:
             sys.stdout.write(error.message)
             return 2

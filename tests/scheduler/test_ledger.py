@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from hetflow.clusters.engines.protocol import EngineDevice
-from hetflow.clusters.mechanisms.rounds.state import RoundState
-from hetflow.clusters.scheduler.known_jobs import KnownJobs
+from hetflow.clusters.mechanisms.round_state import RoundState
+from hetflow.clusters.scheduler.known_jobs import KnownJobs, Ledger
 from hetflow.clusters.scheduler.leases import open_leases, plan_lease
-from hetflow.clusters.scheduler.ledger import Ledger
 from hetflow.clusters.scheduler.occupancy import Places
 from hetflow.clusters.scheduler.plans import as_job, rates_of
 from hetflow.clusters.scheduler.store import ClusterStore

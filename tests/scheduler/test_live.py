@@ -13,8 +13,8 @@ import pytest
 
 from hetflow.clusters.engines.local import LocalEngine
 from hetflow.clusters.engines.protocol import OUTPUT
-from hetflow.clusters.mechanisms.cluster.seats import Seat
-from hetflow.clusters.mechanisms.rounds.state import RoundRules
+from hetflow.clusters.mechanisms.round_state import RoundRules
+from hetflow.clusters.mechanisms.seats import Seat
 from hetflow.clusters.scheduler import leases, loop, sharing, view
 from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.store import ClusterStore

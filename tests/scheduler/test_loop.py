@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetflow.cli.main import run
-from hetflow.clusters.mechanisms.rounds.state import RoundRules
+from hetflow.clusters.mechanisms.round_state import RoundRules
 from hetflow.clusters.scheduler import leases, plans, sharing
 from hetflow.clusters.scheduler.leases import PLAN, RUN
 from hetflow.clusters.scheduler.loop import MOST_FAILURES, Scheduler

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.clusters.mechanisms.rounds.state import RoundRules
+from hetflow.clusters.mechanisms.round_state import RoundRules
 from hetflow.clusters.scheduler.leases import PLAN
 from hetflow.clusters.scheduler.loop import Scheduler
 from hetflow.clusters.scheduler.plans import kind_of, plan_on, throughput_of

@@ -23,8 +23,7 @@ from hetflow.clusters.scheduler.renting import (
     rents,
     saved_steps,
 )
-from hetflow.clusters.simulator.market.advise import Adviser
-from hetflow.clusters.simulator.market.replay import replay
+from hetflow.clusters.simulator.renting import Adviser, replay
 from hetflow.schema.errors import LaunchError, ProblemError
 from hetflow.schema.market import RentRun
 from hetflow.solvers.market.job import RentJob

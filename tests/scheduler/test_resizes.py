@@ -12,8 +12,8 @@ import pytest
 
 from hetflow.cli.main import run
 from hetflow.clusters.dashboard.snapshot import snapshot
-from hetflow.clusters.mechanisms.cluster.seats import Seat
-from hetflow.clusters.scheduler import resizes, sharing, view
+from hetflow.clusters.mechanisms.seats import Seat
+from hetflow.clusters.scheduler import leases, sharing, view
 from hetflow.clusters.scheduler.leases import PLAN, RUN, open_leases
 from hetflow.runtime.protocol.control import FOLDER
 from hetflow.schema.errors import ProblemError
@@ -141,7 +141,7 @@ def test_a_job_that_cannot_be_resized_is_stopped_and_started(
     step(cluster, engine, ROUND)
     if why == "silent":
         engine.heeds = False
-        step(cluster, engine, resizes.LONGEST_SECONDS + 1.0)
+        step(cluster, engine, leases.LONGEST_RESIZE_SECONDS + 1.0)
         assert held(cluster) == {1: "f0>s0"}  # it may be on either until it is over
         [launch] = engine.running
         engine.end(launch, 143)
@@ -235,4 +235,4 @@ def test_a_parallel_plan_is_not_changed_while_it_runs(made: Made, decide: Decide
     cluster, _ = made("a")
     [lease] = open_leases(cluster.store)
     with pytest.raises(ProblemError, match="a parallel plan is not changed while it runs"):
-        resizes.mapping(cluster.store, lease, parallel_plan([(("a",), (2,))]))
+        leases.resized_config(cluster.store, lease, parallel_plan([(("a",), (2,))]))

@@ -5,8 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.scheduler.leases import Lease
-from hetflow.clusters.scheduler.resizes import due
+from hetflow.clusters.scheduler.leases import Lease, due
 from hetflow.tests.profiles import examples
 
 

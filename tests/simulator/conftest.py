@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
+from hetflow.clusters.mechanisms.pool import ClusterPool
 from hetflow.formats.importers.gavel import read_gavel_throughputs
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.tests.data import reference

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hetflow
-from hetflow.clusters.simulator.market.replay import replay
+from hetflow.clusters.simulator.renting import replay
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, Throughputs
 from hetflow.schema.market import Availability, InstanceType, Market, PriceHistory, utc_text

@@ -8,11 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.allocators import allocator_named
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.simulator.cases import Case, report, run_case
+from hetflow.clusters.mechanisms.pool import ClusterPool
+from hetflow.clusters.simulator.cases import Case, report, run_case, simulate_rounds
 from hetflow.clusters.simulator.mixes import split_throughput
 from hetflow.clusters.simulator.rounds import RoundOptions
-from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from hetflow.schema.problem import DeviceOption

@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.simulator.market.advise import Adviser
-from hetflow.clusters.simulator.market.compare import chain_for
-from hetflow.clusters.simulator.market.replay import replay
+from hetflow.clusters.simulator.renting import Adviser, chain_for, replay
 from hetflow.schema.market import RentState
 from hetflow.solvers.market.job import Held, Moment, RentJob
 from hetflow.solvers.market.policies import NAMES, policy_of

@@ -15,8 +15,7 @@ from ....schema.errors import BackendError
 from ...effort import never
 from ...lp import LinearAnswer, LinearSession
 from ..program import Floats, FractionProgram, Ints, Solution, dual_bound, gap_between
-from .groups import Groups, deal, each_apart, grouped
-from .pairs import Pairing, PairTimes, Partners
+from .groups import Groups, Pairing, PairTimes, Partners, deal, each_apart, grouped
 
 # A group lacks throughput where a constraint is broken by this part of its best rates.
 BROKEN = 2e-9

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.allocators import Allocator, allocator_named
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.mechanisms.cluster.seats import Device, Seat
-from hetflow.clusters.mechanisms.rounds.decide import next_round, receive
-from hetflow.clusters.mechanisms.rounds.state import RoundRules, RoundState, resumed, stored
+from hetflow.clusters.mechanisms.pool import ClusterPool
+from hetflow.clusters.mechanisms.round_state import RoundRules, RoundState, resumed, stored
+from hetflow.clusters.mechanisms.rounds import next_round, receive
+from hetflow.clusters.mechanisms.seats import Device, Seat
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from hetflow.tests.profiles import examples

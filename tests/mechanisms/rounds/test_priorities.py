@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.pool import NOWHERE
-from hetflow.clusters.mechanisms.rounds.decide import (
+from hetflow.clusters.mechanisms.pool import NOWHERE
+from hetflow.clusters.mechanisms.rounds import (
     NEVER_RAN,
     choose,
     choose_by_type,

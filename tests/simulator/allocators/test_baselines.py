@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.allocators import allocator_named
-from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.simulator.cases import Case, report, run_case
+from hetflow.clusters.mechanisms.pool import Active, ClusterPool
+from hetflow.clusters.simulator.cases import Case, report, run_case, simulate_rounds
 from hetflow.clusters.simulator.rounds import RoundOptions
-from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.formats.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.papers.gavel.baselines import AlloX, Gandiva
 from hetflow.schema.errors import HetflowError

@@ -3,8 +3,7 @@
 import numpy as np
 
 from hetflow.clusters.mechanisms.allocators import allocator_named
-from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
+from hetflow.clusters.mechanisms.pool import Active, ClusterPool
 from hetflow.schema.jobs import Job, Throughputs
 
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.allocators import PolicyAllocator, allocator_named
-from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
+from hetflow.clusters.mechanisms.pool import Active, ClusterPool
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from hetflow.solvers.allocation import policy_named

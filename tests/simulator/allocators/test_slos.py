@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from hetflow.clusters.mechanisms.allocators import allocator_named, solve_what_can_be_met
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
+from hetflow.clusters.mechanisms.pool import ClusterPool
+from hetflow.clusters.simulator.cases import simulate_rounds
 from hetflow.clusters.simulator.metrics import summarise
 from hetflow.clusters.simulator.rounds import RoundOptions
-from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.solvers.allocation import Instance, make_instance, policy_named

@@ -10,13 +10,11 @@ import pytest
 from scipy.optimize import linprog
 
 from hetflow.clusters.mechanisms.allocators import Allocator, Shares, allocator_named
-from hetflow.clusters.mechanisms.cluster.active import Active
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
-from hetflow.clusters.simulator.cases import SCHEDULERS, Case, report, run_case
+from hetflow.clusters.mechanisms.pool import Active, ClusterPool
+from hetflow.clusters.mechanisms.seats import DeviceLayout
+from hetflow.clusters.simulator.cases import SCHEDULERS, Case, report, run_case, simulate_rounds
 from hetflow.clusters.simulator.failures import FailureEvents, FailureOptions, Failures
 from hetflow.clusters.simulator.rounds import RoundOptions
-from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
 from hetflow.schema.jobs import Job, MixThroughput, PairThroughput, Throughputs

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout, Placement, devices_down, seat
+from hetflow.clusters.mechanisms.seats import DeviceLayout, Placement, devices_down, seat
 from hetflow.clusters.simulator.cases import SCHEDULERS, Case, run_case
 from hetflow.clusters.simulator.metrics import Simulation, SpanBook
 from hetflow.clusters.simulator.rounds import Rounds

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.allocators import allocator_named
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout, Servers
+from hetflow.clusters.mechanisms.pool import ClusterPool
+from hetflow.clusters.mechanisms.seats import DeviceLayout, Servers
+from hetflow.clusters.simulator.cases import simulate_rounds
 from hetflow.clusters.simulator.rounds import RoundOptions
-from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, PairThroughput, Throughputs
 from hetflow.tests.profiles import examples

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
-from hetflow.clusters.mechanisms.cluster.seats import DeviceLayout
 from hetflow.clusters.mechanisms.easyscale import Variant
 from hetflow.clusters.mechanisms.elastic import fair_shares
+from hetflow.clusters.mechanisms.pool import ClusterPool
+from hetflow.clusters.mechanisms.seats import DeviceLayout
 from hetflow.clusters.simulator.cases import SCHEDULERS, Case, run_case
 from hetflow.clusters.simulator.events import (
     FairShareOptions,

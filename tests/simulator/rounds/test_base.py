@@ -8,13 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.allocators import allocator_named
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
+from hetflow.clusters.mechanisms.pool import ClusterPool
 from hetflow.clusters.simulator.arrivals import DrawOptions, draw_jobs
-from hetflow.clusters.simulator.cases import Case, run_case
+from hetflow.clusters.simulator.cases import Case, run_case, simulate_rounds
 from hetflow.clusters.simulator.failures import FailureOptions
 from hetflow.clusters.simulator.metrics import summarise
 from hetflow.clusters.simulator.rounds import RoundOptions
-from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.schema.simulation import Span

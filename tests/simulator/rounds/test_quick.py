@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.clusters.mechanisms.allocators import allocator_named
-from hetflow.clusters.mechanisms.cluster.pool import ClusterPool
+from hetflow.clusters.mechanisms.pool import ClusterPool
 from hetflow.clusters.simulator.arrivals import Queue
+from hetflow.clusters.simulator.cases import simulate_rounds
 from hetflow.clusters.simulator.metrics import Simulation
 from hetflow.clusters.simulator.rounds import RoundOptions, Rounds
-from hetflow.clusters.simulator.simulate_rounds import simulate_rounds
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.tests.profiles import examples

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.clusters.simulator.market.compare import compare
-from hetflow.clusters.simulator.market.replay import replay
+from hetflow.clusters.simulator.renting import compare, replay
 from hetflow.formats.importers.availability import read_availability
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability

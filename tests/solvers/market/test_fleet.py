@@ -10,15 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.api.rent import fleet as rent_fleet
-from hetflow.clusters.simulator.market.replay import replay
+from hetflow.clusters.simulator.renting import replay
 from hetflow.formats.importers.availability import read_bamboo_trace, read_parcae_trace
 from hetflow.formats.importers.registry import TraceOptions
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Capacity
 from hetflow.solvers.market import dynamic_program
 from hetflow.solvers.market.chain import chain_of
-from hetflow.solvers.market.dynamic_program import least_dollars
-from hetflow.solvers.market.grid import Modes
+from hetflow.solvers.market.dynamic_program import Modes, least_dollars
 from hetflow.solvers.market.job import Held, Moment, RentJob, RentPolicy, guarded
 from hetflow.solvers.market.policies import NAMES, policy_of
 from hetflow.solvers.market.windows import Window, apart, windows_of

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.clusters.simulator.market.replay import compare, compare_from, strategy_replay
+from hetflow.clusters.simulator.renting import compare_from, compare_strategies, strategy_replay
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, StrategyReplay, utc_text
 from hetflow.solvers.market.job import RentJob
@@ -237,7 +237,7 @@ def test_a_part_of_the_history_says_what_all_of_it_says(data: Any) -> None:
     start = HOUR * data.draw(st.integers(0, 5))
     asked = {"cloud": "aws", "device_type": "V100"}
     prices, history = prices_of(markets, RATES).since(start), history_of(markets, RATES)
-    whole = compare(on(one, prices), prices, **asked)
+    whole = compare_strategies(on(one, prices), prices, **asked)
     part = compare_from(on(one, history), history, start, **asked)
     assert part.outcomes == whole.outcomes
     assert part.start_seconds == whole.start_seconds

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.api.rent import zones as rent_zones
-from hetflow.clusters.simulator.market.compare import compare
-from hetflow.clusters.simulator.market.replay import replay
+from hetflow.clusters.simulator.renting import compare, replay
 from hetflow.formats.importers.availability import read_availability
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.market import Availability

@@ -23,9 +23,9 @@ from hetflow.schema.jobs import (
 )
 from hetflow.solvers.allocation import all_policies, allocate, engine, instance_of
 from hetflow.solvers.allocation import policy as policies
-from hetflow.solvers.allocation.water_filling import stepwise
 from hetflow.solvers.allocation.water_filling.bottlenecks import best_levels
 from hetflow.solvers.allocation.water_filling.tree import RowTree
+from hetflow.solvers.allocation.water_filling.water import rise_stepwise
 from hetflow.tests.profiles import examples
 
 seeds = st.integers(0, 10_000)
@@ -240,7 +240,7 @@ def test_a_pool_with_a_device_for_each_job_is_filled_without_a_program_for_each_
     unit = instance.equal / instance.scale
     merged = engine.MergedProgram.of(instance, instance.program(level=unit))
     tree = RowTree((), np.full(80, -1), np.ones(80), merged.small.count)
-    slow = stepwise.rise(merged, tree, best_levels(merged))
+    slow = rise_stepwise(merged, tree, best_levels(merged))
     found = allocate(problem, "las")
     assert "shared bottlenecks" in found.certificate.method
     assert found.certificate.gap < 1e-10

@@ -16,13 +16,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ....schema.errors import ProblemError
-from ..allocators import Allocator, Shares
-from ..cluster.active import Active
-from ..cluster.pool import NOWHERE, Bools, Floats, Ints
-from ..cluster.seats import Device, Placement, Seat, Sizes, seat
-from .pairs import Chosen, PairShares, choose_combinations
-from .state import ANY_SHARE, RoundRules, RoundState
+from ...schema.errors import ProblemError
+from .allocators import Allocator, Shares
+from .pool import NOWHERE, Active, Bools, Floats, Ints
+from .round_state import ANY_SHARE, Chosen, PairShares, RoundRules, RoundState, choose_combinations
+from .seats import Device, Placement, Seat, Sizes, seat
 
 _NEAR = 1e-6  # apart, so that sums kept from job to job tell types' order
 

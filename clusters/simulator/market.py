@@ -24,17 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from ....schema.errors import InfeasibleError, ProblemError
-from ....schema.jobs import Job
-from ....schema.market import utc_text
-from ....schema.options import option
-from ....schema.simulation import JobOutcome
-from ....solvers.market.job import Held, Moment, RentJob
-from ....solvers.market.offers import Prices
-from ....solvers.market.policies import PLAIN
-from ...mechanisms.cluster.pool import Bools, ClusterPool, Floats, Ints
-from ..arrivals import Queue
-from ..metrics import Simulation
+from ...schema.errors import InfeasibleError, ProblemError
+from ...schema.jobs import Job
+from ...schema.market import utc_text
+from ...schema.options import option
+from ...schema.simulation import JobOutcome
+from ...solvers.market.job import Held, Moment, RentJob
+from ...solvers.market.offers import Prices
+from ...solvers.market.policies import PLAIN
+from ..mechanisms.pool import Bools, ClusterPool, Floats, Ints
+from .arrivals import Queue
+from .metrics import Simulation
 
 _WHOLE = ("held", "is_late", "launches", "preemptions")  # columns of whole numbers
 _DONE = 1e-9  # of a job's steps

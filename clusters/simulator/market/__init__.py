@@ -1,1 +1,0 @@
-"""One job on a spot market, tick by tick."""
