@@ -151,8 +151,8 @@ def _mapping(
     """Map the launch's virtual nodes to the requested devices."""
     from ..planning.inputs import pool_of
     from ..planning.resize import seconds_a_sample, split_again
+    from ..runtime.launcher.generations import check_not_parallel
     from ..runtime.launcher.mapping import renumbered, spread
-    from ..runtime.launcher.repartition import check_not_parallel
     from ..runtime.protocol import control
     from ..runtime.protocol.lower import lower
 
@@ -204,7 +204,7 @@ def _recut(
 ) -> LaunchConfig:
     """Lower another pipeline plan of the same microbatches, given or solved for the devices."""
     from ..planning.resize import cut_again
-    from ..runtime.launcher.repartition import check_same_job
+    from ..runtime.launcher.generations import check_same_job
     from ..runtime.protocol.lower import lower
 
     if plan is not None:

@@ -33,8 +33,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hetflow import runtime as hf
 from hetflow.profilers.zoo import factory_of
 from hetflow.runtime.buffers import VirtualNodeBuffers
+from hetflow.runtime.determinism import seed_streams
 from hetflow.runtime.job import Job
-from hetflow.runtime.streams import seed_streams
 from hetflow.schema import files
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 

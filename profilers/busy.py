@@ -10,8 +10,7 @@ from ..runtime.measurements import FEWEST_FOR_AN_INTERVAL, StepTimes
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync, SyncPoint
 from . import links
-from .interpolated_sizes import Carried, a_few, measured_and_carried
-from .loop_costs import LoopCosts, LoopPolicy, RehearsalRounds
+from .loop_costs import Carried, LoopCosts, LoopPolicy, RehearsalRounds, a_few, measured_and_carried
 from .process import ChildDied
 from .rehearsal import config_of
 from .several_devices import Crew, GroupPeak

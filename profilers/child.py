@@ -32,9 +32,8 @@ from ..schema.plan import PassTime
 from . import targets
 from .bench import Bench
 from .estimate import answer_counts
-from .exchange import exchange, exchange_messages
+from .exchange import exchange, exchange_messages, hold_store
 from .layers import measure_layers
-from .meeting import hold_store
 from .rehearsal import rehearse
 from .script_loop import receiving, run_measured
 from .timing import RepeatPolicy

@@ -33,11 +33,10 @@ from ..schema.layers import (
 from ..schema.optimizer import OptimizerState
 from ..schema.options import option
 from . import targets
-from .attention_cores import FoundCores, find_cores
 from .bench import Bench
 from .layer_memory import StorageLedger
-from .layer_passes import LayerPiece, chosen, detached, weight_row
-from .layer_traces import call_of, find_layers
+from .layer_passes import FoundCores, LayerPiece, chosen, detached, find_cores, weight_row
+from .layers import call_of, find_layers
 
 _ROLES: dict[str, TensorRole] = {
     "column": "column", "output": "column", "logits": "column", "row": "row",

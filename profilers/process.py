@@ -4,6 +4,7 @@ Within ``started_like_workers`` it starts as a launch's worker does: forked from
 where one can be had, with the same settings before its imports.
 """
 
+import dataclasses
 import json
 import os
 import select
@@ -12,19 +13,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import IO, Any
+from dataclasses import asdict, dataclass
+from typing import IO, Any, TypeVar
 
+from ..devices.backend import says_out_of_memory
+from ..devices.cpu import DEVICE_TYPE
+from ..runtime.measurements import StepTimes
 from ..runtime.preload import VARIABLE, Forked, Preload
 from ..schema import files
+from ..schema.choices import Activations
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig
 from ..schema.options import option
+from ..schema.plan import PassTime
+from ..schema.profile import BatchPoint
+from .batch_curve import SizeResult
 from .rehearsal import config_of
 from .targets import Target
+from .timing import RepeatPolicy, RepeatTiming
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PRELOAD: ContextVar[Preload | None] = ContextVar("preload", default=None)
@@ -244,3 +253,308 @@ class Loading:
             few_samples=self.target.few_samples,
             **values,
         )
+
+
+# Measure batch sizes in a process that may run out of memory, and is then replaced.
+
+
+ANSWER_SECONDS = 900.0
+_Answer = TypeVar("_Answer")
+
+
+class Measurer:
+    """Measures one workload on one device. A context manager.
+
+    Args:
+        target: What to measure.
+        device: A torch device.
+        device_type: Its type.
+        memory_bytes: The device's memory; enforced on a host's own.
+        optimizer: The optimizer where the workload brings none.
+        num_threads: Of its arithmetic on the host.
+        environment: What the measuring process is started with beside ours.
+        answer_seconds: How long one batch size may take in all.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        device: str,
+        device_type: str = DEVICE_TYPE,
+        memory_bytes: int,
+        optimizer: str,
+        num_threads: int = 1,
+        environment: Mapping[str, str] | None = None,
+        answer_seconds: float = ANSWER_SECONDS,
+    ) -> None:
+        self.facts: dict[str, Any] = {}
+        self.death: str | None = None
+        self.no_loading: str | None = None
+        self._loading = Loading(
+            target,
+            device_type=device_type,
+            memory_bytes=memory_bytes,
+            optimizer=optimizer,
+            num_threads=num_threads,
+        )
+        self._device = device
+        self._num_threads, self._environment = num_threads, dict(environment or {})
+        self._answer_seconds = answer_seconds
+        self._child: Child | None = None
+        self._measured_any = False
+
+    def __enter__(self) -> "Measurer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def load(self) -> dict[str, Any]:
+        """Start the process, if there is none, and load the workload; the facts about it.
+
+        Raises:
+            MemoryError: It does not fit the device's memory.
+            TargetError: The workload is at fault, or gave no answer in time.
+        """
+        self._guarded(lambda child: None)
+        return self.facts
+
+    def measure(
+        self, batch_size: int, policy: RepeatPolicy, *, activations: Activations = "kept"
+    ) -> SizeResult | None:
+        """Measure one batch size; None where it does not fit the device's memory.
+
+        Args:
+            batch_size: Samples of a pass.
+            policy: How often to repeat it.
+            activations: What becomes of those of repeated layers.
+
+        Raises:
+            TargetError: The workload is at fault, or gave no answer in time.
+        """
+        asked = dataclasses.asdict(policy)
+        try:
+            how = {} if self._loading.target.is_script else {"activations": activations}
+            answer = self._ask("measure", batch_size=batch_size, policy=asked, **how)
+        except MemoryError:
+            # What it has left behind (a half-built graph, fragments) must not count later.
+            self.release()
+            return None
+        self._measured_any = True
+        return SizeResult(timing=RepeatTiming(**answer.pop("timing")), **answer)
+
+    def rehearse(
+        self, sizes: Sequence[int], *, num_steps: int, is_empty: bool = False
+    ) -> list[list[StepTimes]]:
+        """Train steps with virtual nodes of these sizes; the steps of the one worker.
+
+        Raises:
+            MemoryError: They do not fit the device's memory.
+            TargetError: The workload is at fault, or gave no answer in time.
+        """
+        try:
+            answer = self._ask(
+                "rehearse",
+                config=files.to_json(config_of([sizes])),
+                num_steps=num_steps,
+                warm_up_steps=0,
+                is_empty=is_empty,
+            )
+        except MemoryError:
+            self.release()
+            raise
+        self.no_loading = answer["no_loading"]
+        return [[StepTimes.of_json(step) for step in answer["steps"]]]
+
+    def optimizer_state(self, batch_size: int) -> dict[str, Any]:
+        """Count what the optimizer keeps after a step; see ``Bench.optimizer_state``.
+
+        Raises:
+            TargetError: The workload is at fault, or gave no answer in time.
+        """
+        return self._ask("optimizer_state", batch_size=batch_size)
+
+    def base_memory(self, batch_size: int) -> int | None:
+        """What the process holds without a model; it is spent by this, the next one is new.
+
+        Returns:
+            Bytes; None where the kernel does not tell, or where the group that is joined for it
+            does not fit beside the model.
+
+        Raises:
+            TargetError: The workload is at fault, or gave no answer in time.
+        """
+        try:
+            found: int | None = self._ask("base_memory", batch_size=batch_size)["bytes"]
+        except MemoryError:
+            found = None
+        self.release()
+        return found
+
+    def hold(self, batch_size: int, passes: Sequence[PassTime], repeats: int) -> dict[str, Any]:
+        """Run passes held to a table: ``seconds`` of each, and ``num_overruns``.
+
+        Raises:
+            TargetError: The workload is at fault, or gave no answer in time.
+        """
+        table = [[entry.batch_size, entry.step_seconds] for entry in passes]
+        return self._ask("hold", batch_size=batch_size, passes=table, repeats=repeats)
+
+    def measure_layers(self, microbatch_size: int, repeats: int) -> dict[str, Any]:
+        """Profile the model's layers; see ``layers.measure_layers``.
+
+        Raises:
+            TargetError: The model cannot be cut into layers, or the microbatch does not fit.
+        """
+        try:
+            return self._ask("layers", microbatch_size=microbatch_size, repeats=repeats)
+        except MemoryError:
+            raise TargetError(
+                f"a microbatch of {microbatch_size} does not fit", hint="take a smaller one"
+            ) from None
+
+    def _ask(self, operation: str, **values: Any) -> dict[str, Any]:
+        def ask(child: Child) -> dict[str, Any]:
+            child.send(operation, **values)
+            return child.receive(self._answer_seconds)
+
+        return self._guarded(ask)
+
+    def _guarded(self, ask: Callable[[Child], _Answer]) -> _Answer:
+        """Ask the process, which is started where there is none; explain its death."""
+        try:
+            if self._child is None:
+                self._child = Child(self._environment, num_threads=self._num_threads)
+                self._loading.ask_alone(self._child, self._device)
+                self.facts = self._child.receive(self._answer_seconds)
+            return ask(self._child)
+        except ChildDied as death:
+            self.release()
+            raise self._explained(death) from None
+        except TargetError:
+            if self._loading.target.is_script:  # it has ended
+                self.release()
+            raise
+
+    def _explained(self, death: ChildDied) -> Exception:
+        """Running out of memory where the death looks like it, else the model's own fault.
+
+        After a size that fitted, dying of a signal at a larger one is running out of memory: not
+        every library checks what an allocation answers.
+        """
+        by_signal = death.code < 0
+        killed = death.code == -signal.SIGKILL
+        if killed or says_out_of_memory(death.said) or (by_signal and self._measured_any):
+            self.death = death.how
+            return MemoryError()
+        words = death.said or "it said nothing"
+        error = TargetError(f"the measuring process died ({death.how}): {words}")
+        error.add_note(f"The measuring process said:\n{death.words}")
+        return error
+
+    def release(self) -> None:
+        """End the process and free what it holds; the next measurement starts another."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.stop()
+
+
+# Emulated device types: the CPU at a stated fraction of its speed.
+#
+# The arithmetic is real and runs in a real process; each forward + backward pass is held to a
+# fixed time, table time = CPU pass time / speed (runtime.emulation). A fixed time from a table is
+# steady under load, where sleeping in proportion to the time just taken, CPU quotas and nice are
+# not (benchmarks/emulation_stability.py). Only the passes are stretched: the update and the
+# synchronisation take the CPU's own time.
+
+STEADY_SECONDS = 0.01
+_MAX_SIZES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSize:
+    """What holding gave at one size: the table's time, the measured one, and missed deadlines."""
+
+    batch_size: int
+    table_seconds: float
+    measured: RepeatTiming
+    num_overruns: int
+
+    @property
+    def error(self) -> float:
+        """(measured - table) / table of the median."""
+        return self.measured.median_seconds / self.table_seconds - 1
+
+
+def stretched(base: Sequence[BatchPoint], speed: float) -> tuple[BatchPoint, ...]:
+    """The curve of a device at ``speed`` times the base device's speed; memory is the same."""
+    return tuple(
+        BatchPoint(
+            batch_size=point.batch_size,
+            step_seconds=point.step_seconds / speed,
+            peak_memory_bytes=point.peak_memory_bytes,
+        )
+        for point in base
+    )
+
+
+def verify(
+    measurer: Measurer, table: Sequence[BatchPoint], budget_seconds: float
+) -> tuple[HeldSize, ...]:
+    """Run held passes for real at a few sizes of the table and see how long they take.
+
+    Args:
+        measurer: Measures on the base device.
+        table: The emulated curve.
+        budget_seconds: Wall time to spend, about; at least three passes of one size are run.
+    """
+    chosen = sizes_to_verify(table, budget_seconds)
+    passes = [
+        PassTime(batch_size=point.batch_size, step_seconds=point.step_seconds) for point in table
+    ]
+    share = budget_seconds / len(chosen)
+    held = []
+    for point in chosen:
+        repeats = max(3, min(20, int(share / point.step_seconds)))
+        answer = measurer.hold(point.batch_size, passes, repeats)
+        held.append(
+            HeldSize(
+                batch_size=point.batch_size,
+                table_seconds=point.step_seconds,
+                measured=RepeatTiming.of(answer["seconds"]),
+                num_overruns=answer["num_overruns"],
+            )
+        )
+    return tuple(held)
+
+
+def sizes_to_verify(table: Sequence[BatchPoint], budget_seconds: float) -> list[BatchPoint]:
+    """Up to three sizes spread over those that are steady and affordable; at least one."""
+    share = budget_seconds / _MAX_SIZES
+    usable = [p for p in table if STEADY_SECONDS <= p.step_seconds <= share / 5]
+    if not usable:
+        usable = [min(table, key=lambda p: abs(p.step_seconds - STEADY_SECONDS))]
+    picks = {0, len(usable) // 2, len(usable) - 1}
+    return [usable[index] for index in sorted(picks)]
+
+
+def as_provenance(held: Sequence[HeldSize], speed: float) -> dict[str, Any]:
+    """The verification as it stands in a profile's provenance."""
+    return {
+        "emulated": True,
+        "method": "each pass is held to table time = CPU pass time / speed",
+        "stated_speed": speed,
+        "held_passes": [
+            {
+                "batch_size": size.batch_size,
+                "table_seconds": size.table_seconds,
+                "measured": asdict(size.measured),
+                "measured_speed": speed / (1 + size.error),
+                "error": size.error,
+                "overruns": size.num_overruns,
+            }
+            for size in held
+        ],
+        "worst_error": max((abs(size.error) for size in held), default=None),
+    }

@@ -28,12 +28,17 @@ from ..schema.profile import (
 from . import links
 from .batch_curve import Curve, CurveLimits, SizeResult, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy
-from .interpolated_sizes import Carried, every_second, measured_and_carried
 from .layers import as_in_the_loop, graph_of
-from .loop_costs import LoopCosts, LoopPolicy, RehearsalRounds
-from .measurer import Measurer, as_provenance, stretched, verify
+from .loop_costs import (
+    Carried,
+    LoopCosts,
+    LoopPolicy,
+    RehearsalRounds,
+    every_second,
+    measured_and_carried,
+)
 from .pipeline_costs import measure_pipeline
-from .process import started_like_workers
+from .process import Measurer, as_provenance, started_like_workers, stretched, verify
 from .targets import Target
 
 LAYER_REPEATS = 7

@@ -19,7 +19,7 @@ from ..devices.cpu import DEVICE_TYPE
 from ..schema import files
 from ..schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from .bench import Bench
-from .meeting import StartingLine, process_group
+from .exchange import StartingLine, process_group
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,7 +25,7 @@ from ..schema.options import option
 from ..schema.plan import PassTime
 from .batch_curve import SizeResult
 from .bench import tensor_bytes
-from .meeting import StartingLine
+from .exchange import StartingLine
 from .targets import one_line
 from .timing import RepeatPolicy, RepeatTiming
 
@@ -73,8 +73,8 @@ def run_measured(
     import torch
 
     from ..runtime.adapters.training import begun, watch
-    from ..runtime.after_import import install
     from ..runtime.group import has_joined
+    from ..runtime.unplanned import install
     from ..runtime.worker import run_script
 
     parsed = files.from_json(config, LaunchConfig, name="config")

@@ -45,7 +45,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from ..devices.backend import Stream, backend_of
 from ..schema.errors import TargetError
 from ..schema.options import option
-from .streams import generator_of, seed_host_streams
+from .determinism import generator_of, seed_host_streams
 from .virtual_nodes import slices
 
 # Gather the samples of a pass at once, where the dataset consists of tensors.

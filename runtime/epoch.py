@@ -32,10 +32,10 @@ from .data import (
     rows_of,
     to_device,
 )
+from .determinism import seed_streams
 from .engine import Runner
 from .log import log
 from .session import Position, Session
-from .streams import seed_streams
 from .virtual_nodes import slices
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from ..schema import files
 from ..schema.errors import FileError, HetflowError, TargetError
 from ..schema.files import to_json
 from ..schema.run import DeviceRun
-from .error_origin import explained
 from .group import Place, complete
 from .group import leave as leave_group
 from .log import log
 from .measurements import peak_memory_bytes, reference_seconds
 from .protocol import handover
+from .protocol.ended import explained
 from .protocol.handover import STOPPED_EXIT_CODE
 from .protocol.messages import Finished
 from .protocol.record import WorkerReport, assemble, parse_report

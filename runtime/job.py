@@ -17,9 +17,10 @@ from ..schema.errors import TargetError
 from ..schema.options import command
 from . import finish, peers
 from .agreement.agreement import Agreement
-from .checkpoints.progress import Progress
+from .checkpoints.restoring import Progress
 from .checkpoints.saving import Checkpoints
 from .data import Batch, check_in_order, check_loader, has_index
+from .determinism import seed_streams
 from .engine import Answer, LossFunction, Runner, Step, StepEngine
 from .epoch import Epoch, Epochs, IndexReader, StreamReader, check_stream
 from .measurements import StepTimes
@@ -30,7 +31,6 @@ from .protocol.environment import tell_first_step
 from .rounds import JobRounds
 from .session import Session
 from .split_engine import SplitEngine
-from .streams import seed_streams
 from .totals import Weighted, check_same_length, weighted_by
 from .unplanned import HINT, has_gone_back
 

@@ -20,10 +20,10 @@ from ..schema.errors import TargetError
 from . import peers
 from .buffers import VirtualNodeBuffers
 from .data import PassSampler, called, feed, to_device
+from .determinism import seed_streams
 from .engine import Runner
 from .group import Place
 from .session import Session
-from .streams import seed_streams
 from .totals import check_has_graph, loss_and_weight
 from .virtual_nodes import share_out
 from .wire import Message, carried

@@ -19,11 +19,11 @@ from ..devices.cpu import base_type
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig
 from .agreement.agreement import SharedTensors
-from .buffers import VirtualNodeBuffers, buffers_apart, warn_of_saving
+from .buffers import VirtualNodeBuffers, buffers_apart, joined, over_workers, warn_of_saving
 from .checkpoints.checkpoint import shapes_of
 from .checkpoints.restoring import load_optimizers, load_parameters
 from .data import Pass, copied
-from .determinism import is_invariant, refusal_of
+from .determinism import is_invariant, refusal_of, seed_streams, streams_kept
 from .digest import digest_of
 from .engine import LossFunction, Step
 from .gradients import GradientReducer, ScriptHooks
@@ -37,8 +37,6 @@ from .sharding.leaves import NodeOrder
 from .sharding.moving import kept_of, move, shares_of
 from .sharding.saving import SharedState
 from .sharding.states import SharedStates
-from .streams import seed_streams, streams_kept
-from .sync_batch_norm import joined, over_workers
 from .totals import (
     StepTotals,
     Sums,
@@ -329,7 +327,7 @@ class SplitEngine:
                     torch.autograd.backward(roots, gradients)
 
     def _run_at_once(self, step: Step) -> None:
-        """Run this worker's whole share in one pass; see sync_batch_norm.py."""
+        """Run this worker's whole share in one pass; see buffers.py."""
         session, batch = self._session, step.batch
         if step.has_aux or step.over_batch is not None:
             raise TargetError(

@@ -17,9 +17,9 @@ from .agreement.agreement import (
     OtherOptimizers,
     WorkerComparison,
 )
-from .checkpoints.progress import Progress
+from .checkpoints.restoring import Progress
 from .checkpoints.saving import Checkpoints
-from .determinism import apply_level, check_level
+from .determinism import apply_level, check_level, streams_kept
 from .elastic.member import Member
 from .engine import Runner, StepEngine
 from .epoch import Epochs
@@ -43,7 +43,6 @@ from .setup import (
     place_model,
 )
 from .split_engine import SplitEngine
-from .streams import streams_kept
 
 
 def prepare(

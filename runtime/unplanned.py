@@ -1,24 +1,96 @@
-"""Refuse a training that hetflow was not asked to run, before its first update.
+"""Adapt libraries as a script imports them; refuse a training that hetflow was not asked to run.
 
 Libraries that train (transformers' Trainer, accelerate, Lightning) and scripts for torchrun read
-the environment that hetflow gives its workers: RANK, WORLD_SIZE, MASTER_ADDR. So in a launch
-they train without an error, but not under the plan: each worker takes whole batches of its own.
-Other scripts train once on every worker, side by side.
+the environment that hetflow gives its workers: RANK, WORLD_SIZE, MASTER_ADDR. So in a launch they
+train without an error, but not under the plan: each worker takes whole batches of its own. So those
+that have an adapter are adapted, and others refused before their first update. Other scripts train
+once on every worker, side by side.
 
 Nothing here imports torch. A worker whose script does not use it starts at once.
 """
 
 import functools
 import gc
+import importlib.abc
+import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from functools import partial
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
 from typing import Any
 
 from ..schema.errors import TargetError
-from .after_import import after_import
+
+# Call functions when a script imports a module, so that nothing is imported before it is used.
+
+
+def after_import(name: str, function: Callable[[], None]) -> None:
+    """Call a function once a module is imported; at once if it is, as in a forked process."""
+    if name in sys.modules:
+        function()
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, function))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function after the import of a module."""
+
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        self._name, self._function, self._is_asking = name, function, False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the module as the other finders do, and wrap its loader."""
+        if name != self._name or self._is_asking:
+            return None
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_asking = False  # a library may only ask whether another is there
+        loader = spec.loader if spec is not None else None
+        if spec is None or loader is None:
+            return spec
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._function()
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+# Adapt a library when a script imports it.
+
+# A library's module -> the adapter that runs once it is imported.
+ADAPTED = {
+    "torch": ".adapters.ddp",
+    "torch.distributed.fsdp": ".adapters.ddp",
+    "accelerate": ".adapters.accelerate",
+    "datasets.distributed": ".adapters.accelerate",
+    "transformers.trainer": ".adapters.transformers",
+    "lightning.fabric": ".adapters.lightning",
+    "lightning.pytorch": ".adapters.lightning",
+    "lightning_fabric": ".adapters.lightning",
+    "pytorch_lightning": ".adapters.lightning",
+}
+
+
+def install() -> None:
+    """Adapt libraries as the script imports them; call it before the script runs."""
+    for name, adapter in ADAPTED.items():
+        after_import(name, partial(_adapt, adapter, name))
+
+
+def _adapt(adapter: str, name: str) -> None:
+    import_module(adapter, __package__).adapt(sys.modules[name])
+
 
 HINT = (
     "call job = hf.prepare(model, optimizer), and train by a loop over job.batches(loader) with "

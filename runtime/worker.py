@@ -23,12 +23,18 @@ from typing import ClassVar, NoReturn
 from ..schema.errors import HetflowError, PeerLostError
 from ..schema.options import speak
 from ..schema.requests import flag_of
-from .after_import import install
 from .elastic.control import Control
-from .error_origin import explained, is_lost_peer, may_be_echo
-from .protocol.ended import FailureNote, ended_path, left_path, touch
+from .protocol.ended import (
+    FailureNote,
+    ended_path,
+    explained,
+    is_lost_peer,
+    left_path,
+    may_be_echo,
+    touch,
+)
 from .protocol.environment import DETERMINISM, DEVICE, FAILURE, FLAGS, PLAN, SEED, take_token
-from .unplanned import Unplanned
+from .unplanned import Unplanned, install
 
 
 class ScriptRun:
@@ -52,7 +58,7 @@ def main(arguments: list[str]) -> None:
     take_token()
     Control.of_process()  # heartbeats start here, however long the script takes to prepare
     if os.environ.get(DETERMINISM):  # else the script's own draws are left to chance
-        from .streams import seed_streams
+        from .determinism import seed_streams
 
         seed_streams(int(os.environ.get(SEED) or 0), "script")
     unplanned = Unplanned()

@@ -20,9 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 from ...schema.options import option
+from ..buffers import NormCall, normalised
 from ..group import gathered
 from ..log import log
-from ..sync_batch_norm import NormCall, normalised
 from .losses import adapt as adapt_divisors
 from .patching import around
 from .training import ShareSampler, Training, begun, training

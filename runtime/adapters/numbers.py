@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ...schema.errors import TargetError
 from ..data import PLAIN, copied, rows_of
+from ..determinism import streams_kept
 from ..nested_tensors import mapped, tensors_in
 from ..promise.draws import Draws
 from ..promise.trial import rounding_of
 from ..promise.untouched import Untouched
-from ..streams import streams_kept
 from .training import BatchPart, Training
 
 # Batches as a script's loader made them: their samples, and which of their labels count.

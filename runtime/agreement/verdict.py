@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..determinism import generator_of
 from ..digest import byte_view
-from ..streams import generator_of
 
 # Fingerprints of tensors: equal bits give equal numbers.
 #

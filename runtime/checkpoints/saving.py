@@ -35,8 +35,7 @@ from .checkpoint import (
     shape_difference,
     shapes_of,
 )
-from .progress import Progress
-from .restoring import check_buffers, load_parameters
+from .restoring import Progress, check_buffers, load_parameters
 
 # Copy tensors to the host while the worker goes on.
 

@@ -24,14 +24,14 @@ from ...devices.collectives import is_on_devices
 from ...schema.errors import PeerLostError
 from .. import wire
 from ..checkpoints.checkpoint import Checkpoint
-from ..checkpoints.progress import Progress, check_fits
+from ..checkpoints.restoring import Progress, check_fits
 from ..data import Batch, is_drawn
 from ..engine import Step
 from ..epoch import Epochs
-from ..error_origin import forget_frames, is_lost_peer, may_be_echo
 from ..finish import leave
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups
 from ..peers import abort_groups, give_up_when
+from ..protocol.ended import forget_frames, is_lost_peer, may_be_echo
 from ..protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ..session import Session
 from ..sharding.saving import SharedState

@@ -18,11 +18,9 @@ from ...schema.run import Generation, RunEvent, RunRecord
 from ..preload import VARIABLE, Preload
 from ..protocol.environment import Channel, pins
 from ..protocol.record import Status, WorkerReport, assemble
-from .devices import check_memory, imagined_seats, remarks, seat_workers
 from .failures import Failure, interruption, tail_of
-from .generations import Generations
+from .generations import Generations, Repartitions
 from .hosts import Hosts, OneHost, SeveralHosts, expected_slots
-from .repartition import Repartitions
 from .request import (
     Fence,
     LaunchRequest,
@@ -32,7 +30,15 @@ from .request import (
     check_script,
     make_folder,
 )
-from .spawn import MeetingPoint, WorkerCommand, commands_of
+from .spawn import (
+    MeetingPoint,
+    WorkerCommand,
+    check_memory,
+    commands_of,
+    imagined_seats,
+    remarks,
+    seat_workers,
+)
 from .store import LastGeneration
 from .supervisor import Inbox, Launched, Regroup, Supervisor
 from .workers import OutputLines, Signals, Starter, Workers

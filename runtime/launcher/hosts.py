@@ -24,11 +24,10 @@ from ..protocol.environment import TOKEN, fingerprint_of
 from ..protocol.handover import STOPPED_EXIT_CODE
 from ..protocol.messages import Greeting, RankAnswer, Refused, answer_of, greeting_of, text_of
 from ..protocol.record import WorkerReport
-from .devices import inventory
 from .failures import Failure
 from .mapping import assigned_slots, deal_slots
 from .request import LaunchRequest
-from .spawn import MeetingPoint
+from .spawn import MeetingPoint, inventory
 from .store import (
     LastGeneration,
     PatientStore,

@@ -30,11 +30,11 @@ from ...schema.launch import LaunchConfig, ResizeAnswer, ResizeRequest, WorkerSl
 from ...schema.run import Generation, GenerationKind, GenerationWorker
 from ..protocol import handover
 from ..protocol.control import CURRENT, FOLDER, LOCK, REQUEST, answer_to
-from .devices import check_memory
 from .failures import Failure, first_cause, silence
 from .hosts import Hosts, SeveralHosts
 from .mapping import devices_of
 from .request import LaunchRequest
+from .spawn import check_memory
 from .store import LastGeneration
 from .workers import Starter, WorkerLine, Workers
 

@@ -34,7 +34,6 @@ from ..protocol.messages import (
     encode,
     from_worker,
 )
-from .devices import Seat, seat_workers
 from .failures import Failure, failure_of, first_cause
 from .request import Fence, LaunchRequest
 from .spawn import (
@@ -42,9 +41,11 @@ from .spawn import (
     MeetingPoint,
     NewGeneration,
     Process,
+    Seat,
     WorkerCommand,
     commands_of,
     failure_path,
+    seat_workers,
     signal_group,
     start,
 )

@@ -34,7 +34,7 @@ from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 from .. import peers
 from ..tensor.operators import TensorGroup
-from ..tensor.sequence import check_length
+from ..tensor.regions import check_length
 from .transport import ChannelLines, Transfer, overlap, part
 
 Value = Tensor | int | float | bool | None | tuple[Any, ...]

@@ -3,7 +3,7 @@
 ``holdings`` says what each worker of a tensor-parallel group holds of a value. A column-parallel
 layer makes shares, a row-parallel layer takes them (thesis 4.2.3). What is computed from a share in
 between is a share too. With sequence parallelism a row-parallel layer makes tokens, and a norm
-gathers them (tensor/sequence.py).
+gathers them (tensor/regions.py).
 """
 
 import inspect
@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from ...schema.errors import TargetError
 from ...schema.options import option
+from ..tensor.regions import spreads_tokens
 from ..tensor.roles import SharedParts
-from ..tensor.sequence import spreads_tokens
 from .channels import Holding, Holdings
 
 # A model as named layers over a graph; which tracer made the graph does not matter.

@@ -21,13 +21,13 @@ from ...schema.launch import PipelineWork
 from ...schema.schedule import Kind, Operation
 from ..agreement.agreement import SharedTensors, leaves_of, nodes_of
 from ..data import Pass, called
+from ..determinism import key_of, seed_streams_by
 from ..digest import InPieces, digest_of_pieces
 from ..engine import LossFunction, Step
 from ..gradients import ScriptHooks
 from ..protocol.lower import microbatches_of, schedule_of
 from ..session import Session
 from ..setup import check_same_shapes, final_tensors
-from ..streams import key_of, seed_streams_by
 from ..tensor.groups import Lanes
 from ..tensor.regions import check_attention
 from ..tensor.roles import SharedParts, check_degree, check_pairs, check_shared, sharing_of

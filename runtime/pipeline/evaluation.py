@@ -29,7 +29,7 @@ from .. import peers
 from ..checkpoints.checkpoint import DTYPES
 from ..group import Place
 from ..tensor.operators import TensorGroup, gather_tokens_from, scatter_tokens_to
-from ..tensor.sequence import check_length
+from ..tensor.regions import check_length
 from ..wire import Message, carried
 from .channels import Holding, Holdings
 from .cut import CALL, StageModule, by_placeholder

@@ -10,12 +10,12 @@ arguments, environment, folder, descriptors, signals, limits. To the script it i
 - ``fork`` is like ``subprocess.Popen`` for Python programs, over ``HETFLOW_PRELOAD``.
 - ``serving`` keeps one for many launches; so does ``python -m hetflow.runtime.preload SOCKET``.
 
-Everything that a forked process inherits in Python, and what it cannot, is in ``messages`` and
-``process``. Nothing here imports torch before the preloaded process itself does.
+Everything that a forked process inherits in Python, and what it cannot, is in ``process``.
+Nothing here imports torch before the preloaded process itself does.
 """
 
 from .client import OFF, VARIABLE, Forked, Preload, PreloadError, fork, serving
-from .messages import import_settings
+from .process import import_settings
 
 __all__ = [
     "OFF",

@@ -17,10 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from .messages import (
+from .process import (
     ForkRequest,
     Message,
+    can_run,
     current_umask,
+    dying_with,
     identity,
     import_settings,
     peer_is_ours,
@@ -28,7 +30,6 @@ from .messages import (
     resources,
     send,
 )
-from .process import can_run, dying_with
 from .server import MODULE, start_preloaded
 
 VARIABLE = "HETFLOW_PRELOAD"

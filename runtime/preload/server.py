@@ -29,8 +29,19 @@ from pathlib import Path
 from ...devices import memory
 from ...devices.backend import initialized
 from ...schema.errors import LaunchError
-from .messages import ForkRequest, Message, identity, import_settings, peer_is_ours, receive, send
-from .process import BOUND_BY_NANOBIND, become, dying_with, set_title
+from .process import (
+    BOUND_BY_NANOBIND,
+    ForkRequest,
+    Message,
+    become,
+    dying_with,
+    identity,
+    import_settings,
+    peer_is_ours,
+    receive,
+    send,
+    set_title,
+)
 
 MODULE = "hetflow.runtime.preload"
 # What a worker would import until it has made its first optimizer, with which _dynamo comes.

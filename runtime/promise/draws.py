@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..streams import seed_streams_by
-from ..sync_batch_norm import NormCall
+from ..buffers import NormCall
+from ..determinism import seed_streams_by
 
 _SEED = 20220601
 # Their results are computed from their inputs, and they draw only where they drop something.

@@ -43,7 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...devices.backend import backend_of, is_out_of_memory
 from ...schema.errors import TargetError
 from ..data import Batch, Pass, called
-from ..streams import streams_kept
+from ..determinism import streams_kept
 from ..totals import LateValues, loss_and_weight
 from ..virtual_nodes import slices
 from .trial import Cut, LossTrial, ReturnForm, cut_of, has_rows, ranges_of

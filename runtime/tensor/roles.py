@@ -13,7 +13,7 @@ from torch import nn
 
 from ...schema.errors import TargetError
 from .groups import ParameterCut
-from .sequence import SequenceRole, check_sequence
+from .regions import SequenceRole, check_sequence
 
 Style = Literal["column", "row", "vocabulary", "output", "logits", "inner"]
 _NOTE = "_hetflow_tensor_parallel"

@@ -27,15 +27,15 @@ from .operators import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
-from .regions import ParallelRegion
-from .roles import Role, SharedParts, is_transposed, num_outputs
-from .sequence import (
+from .regions import (
+    ParallelRegion,
     column_linear_of_tokens,
     dropped_tokens,
     gathered,
     scattering,
     spread_first,
 )
+from .roles import Role, SharedParts, is_transposed, num_outputs
 
 # Layers of a tensor-parallel group as single calls in a graph of torch.export.
 #

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.runtime.launcher.repartition import check_same_job
+from hetflow.runtime.launcher.generations import check_same_job
 from hetflow.runtime.launcher.supervisor import Inbox
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files

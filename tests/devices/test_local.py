@@ -10,7 +10,7 @@ from hetflow.cli.main import run
 from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cuda import CudaBackend
 from hetflow.devices.local import devices_of_types, own_type, parse_requests
-from hetflow.runtime.launcher.devices import check_memory, inventory, remarks, seat_workers
+from hetflow.runtime.launcher.spawn import check_memory, inventory, remarks, seat_workers
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError

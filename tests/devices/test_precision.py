@@ -9,7 +9,7 @@ from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cuda import CudaBackend
 from hetflow.devices.doctor import Facts, Gpu, findings
 from hetflow.devices.precision import emulated_bfloat16, mixed_tf32
-from hetflow.runtime.launcher.devices import remarks
+from hetflow.runtime.launcher.spawn import remarks
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
 OLD, NEW = {"P100": "6.0", "V100": "7.0"}, {"A100": "8.0"}

@@ -20,7 +20,7 @@ from hetflow.formats.importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS,
 from hetflow.planning.checks.judges import JUDGES
 from hetflow.planning.checks.schedule import validate
 from hetflow.planning.schedules.counting import peak_in_flight
-from hetflow.runtime.launcher.devices import seat_workers, views
+from hetflow.runtime.launcher.spawn import seat_workers, views
 from hetflow.runtime.protocol.lower import lower, schedule_of
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cuda import CudaBackend
-from hetflow.runtime.launcher import devices
+from hetflow.runtime.launcher import spawn
 from hetflow.runtime.launcher.failures import Failure, first_cause
 from hetflow.runtime.launcher.mapping import assigned_slots, deal_slots, host_groups
 from hetflow.runtime.launcher.request import LaunchRequest
@@ -98,25 +98,25 @@ def test_each_cuda_worker_gets_a_device_of_its_type(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CudaBackend, "local_devices", lambda backend: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,GPU-7")
     config = config_of("P100", "V100", "P100", "cpu")
-    seats = devices.seat_workers(config.workers, config)
+    seats = spawn.seat_workers(config.workers, config)
     assert [seat.device for seat in seats] == ["cuda:0", "cuda:1", "cuda:2", "cpu"]
-    seen = [view.environment({}).get("CUDA_VISIBLE_DEVICES") for view in devices.views(seats)]
+    seen = [view.environment({}).get("CUDA_VISIBLE_DEVICES") for view in spawn.views(seats)]
     assert seen == ["4,6,GPU-7"] * 3 + [None]
-    alone = [devices.view_alone(seat) for seat in seats]
+    alone = [spawn.view_alone(seat) for seat in seats]
     assert [view.environment({}).get("CUDA_VISIBLE_DEVICES") for view in alone] == [
         "4", "6", "GPU-7", None,
     ]  # fmt: skip
     short = config_of("V100", "V100")
     with pytest.raises(TargetError, match="needs 2 x V100, this machine has 1"):
-        devices.seat_workers(short.workers, short)
+        spawn.seat_workers(short.workers, short)
 
 
 def test_crowded_emulation_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     roomy = config_of("cpu:x", "cpu:x", emulated=(emulated("cpu:x", 1.0),))
-    assert devices.crowding(roomy.workers, roomy) is None
+    assert spawn.crowding(roomy.workers, roomy) is None
     crowded = config_of("cpu:x", "cpu:x", "cpu:x", emulated=(emulated("cpu:x", 1.0),))
-    assert "3 cores' worth" in (devices.crowding(crowded.workers, crowded) or "")
+    assert "3 cores' worth" in (spawn.crowding(crowded.workers, crowded) or "")
 
 
 def test_the_cause_is_no_echo_and_comes_first() -> None:
@@ -136,7 +136,7 @@ def test_the_cause_is_no_echo_and_comes_first() -> None:
     assert Failure.from_text(first.to_text()) == first
 
 
-def environments(config: LaunchConfig, seats: list[devices.Seat]) -> list[dict[str, str]]:
+def environments(config: LaunchConfig, seats: list[spawn.Seat]) -> list[dict[str, str]]:
     request = LaunchRequest(
         plan=plan_of(("cpu", 1, 1)), config=config, script=("train.py",), folder=Path("run")
     )
@@ -153,7 +153,7 @@ def test_local_rank_names_the_workers_own_gpu_as_under_torchrun(
     gpus = (gpu_of("P100", 3, 5), gpu_of("V100", 4))
     monkeypatch.setattr(CudaBackend, "local_devices", lambda backend: gpus)
     config = config_of("P100", "cpu", "V100", "P100")
-    seats = devices.seat_workers(config.workers, config)
+    seats = spawn.seat_workers(config.workers, config)
     found = environments(config, seats)
     assert sorted(int(env["LOCAL_RANK"]) for env in found) == [0, 1, 2, 3]
     for seat, env in zip(seats, found, strict=True):

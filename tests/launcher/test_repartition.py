@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hetflow.runtime.launcher.failures import Failure
-from hetflow.runtime.launcher.repartition import Repartitions, check_same_job
+from hetflow.runtime.launcher.generations import Repartitions, check_same_job
 from hetflow.runtime.launcher.request import LaunchRequest
 from hetflow.runtime.launcher.supervisor import Inbox, Launched
 from hetflow.runtime.protocol.control import ask

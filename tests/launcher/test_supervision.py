@@ -7,11 +7,9 @@ import pytest
 
 from hetflow.devices.cuda import CudaBackend
 from hetflow.runtime.launcher.controller import supervision_of
-from hetflow.runtime.launcher.devices import seat_workers
-from hetflow.runtime.launcher.generations import Generations
-from hetflow.runtime.launcher.repartition import Repartitions
+from hetflow.runtime.launcher.generations import Generations, Repartitions
 from hetflow.runtime.launcher.request import LaunchRequest
-from hetflow.runtime.launcher.spawn import MeetingPoint, WorkerCommand
+from hetflow.runtime.launcher.spawn import MeetingPoint, WorkerCommand, seat_workers
 from hetflow.runtime.launcher.supervisor import Regroup
 from hetflow.runtime.launcher.workers import Starter
 from hetflow.runtime.protocol.environment import DEVICE

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from hetflow.runtime import preload
-from hetflow.runtime.preload import messages
+from hetflow.runtime.preload import process as preloaded
 from hetflow.runtime.preload.process import _keep
 from hetflow.schema import files
 from hetflow.schema.plan import Prediction, Proof
@@ -544,10 +544,10 @@ def test_what_complains_of_the_living_is_collected_at_the_end(module: str, at_th
 def test_one_python_by_another_name_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = messages.identity()
+    own = preloaded.identity()
     other = tmp_path / "python"
     other.symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(other))
-    assert messages.identity() == own
+    assert preloaded.identity() == own
     monkeypatch.setattr(sys, "prefix", str(tmp_path))  # another environment of that Python
-    assert messages.identity() != own
+    assert preloaded.identity() != own

@@ -4,8 +4,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hetflow.profilers.interpolated_sizes import Carried, a_few, every_second, measured_and_carried
-from hetflow.profilers.loop_costs import LoopCosts, LoopPoint
+from hetflow.profilers.loop_costs import (
+    Carried,
+    LoopCosts,
+    LoopPoint,
+    a_few,
+    every_second,
+    measured_and_carried,
+)
 from hetflow.profilers.timing import RepeatTiming
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

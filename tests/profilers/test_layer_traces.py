@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from hetflow.profilers.bench import Bench
-from hetflow.profilers.layer_traces import find_layers
-from hetflow.profilers.layers import graph_of, measure_layers
+from hetflow.profilers.layers import find_layers, graph_of, measure_layers
 from hetflow.profilers.targets import Workload
 from hetflow.runtime.pipeline.cut import cut
 from hetflow.runtime.pipeline.trace import layers_of

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.profilers.batch_curve import CurveLimits, measure_curve
-from hetflow.profilers.measurer import Measurer, stretched, verify
-from hetflow.profilers.process import Child, started_like_workers
+from hetflow.profilers.process import Child, Measurer, started_like_workers, stretched, verify
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.schema.errors import TargetError

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hetflow.devices.backend import DeviceRequest, LocalDevice
 from hetflow.devices.cpu import cpu_device
 from hetflow.profilers.layers import graph_of
-from hetflow.profilers.measurer import Measurer
 from hetflow.profilers.pipeline_costs import (
     KnownCosts,
     Ring,
@@ -22,6 +21,7 @@ from hetflow.profilers.pipeline_costs import (
     trials_of,
     with_passes,
 )
+from hetflow.profilers.process import Measurer
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.runtime.measurements import StagePass, StepTimes

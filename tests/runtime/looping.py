@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime.streams import generator_of
+from hetflow.runtime.determinism import generator_of
 
 GLOBAL_BATCH_SIZE, EPOCHS = 32, 2
 NUM_SAMPLES = 65  # 32 + 32 + 1: the last batch has no sample for most workers

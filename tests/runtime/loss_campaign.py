@@ -191,7 +191,7 @@ def train(script: Script, model: nn.Module, batches, backward, evaluation) -> No
 
 def plainly(script: Script) -> dict[str, torch.Tensor] | None:
     """The parameters that the script trains without hetflow; None where a loss is no number."""
-    from hetflow.runtime.streams import generator_of
+    from hetflow.runtime.determinism import generator_of
 
     model, dataset = model_of(script), data_of(script)
     function, options = functions_of(script, model)

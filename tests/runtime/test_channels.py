@@ -8,15 +8,16 @@ import torch
 import torch.distributed as dist
 
 from hetflow.devices.collectives import payload_collective
-from hetflow.runtime.neighbours import Neighbour, meet_neighbours
 from hetflow.runtime.pipeline.channels import Outbox, ReceiveQueue
 from hetflow.runtime.pipeline.transport import (
     ChannelLine,
     ChannelLines,
+    Neighbour,
     Routes,
     Transport,
     VectorSums,
     channels_of,
+    meet_neighbours,
 )
 from hetflow.schema.errors import PeerLostError, TargetError
 

@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from hetflow import runtime as hf
-from hetflow.runtime.streams import generator_of
+from hetflow.runtime.determinism import generator_of
 from hetflow.schema.errors import TargetError
 
 NUM_SAMPLES, BATCH = 22, 8

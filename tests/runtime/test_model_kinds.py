@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import hetflow
 from hetflow.profilers.bench import Bench
-from hetflow.profilers.layer_traces import call_of, find_layers
-from hetflow.profilers.layers import graph_of, measure_layers
+from hetflow.profilers.layers import call_of, find_layers, graph_of, measure_layers
 from hetflow.profilers.targets import Workload
 from hetflow.runtime.pipeline.cut import LayeredModel, check_crossing, cut, like
 from hetflow.runtime.pipeline.evaluation import StageEvaluation

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hetflow.runtime import neighbours
-from hetflow.runtime.neighbours import Neighbour, meet_neighbours
+from hetflow.runtime.pipeline import transport
+from hetflow.runtime.pipeline.transport import Neighbour, meet_neighbours
 from hetflow.schema.errors import PeerLostError, TargetError
 from hetflow.tests.runtime.test_channels import gloo_pair
 
@@ -123,7 +123,7 @@ def test_a_worker_that_sends_nothing_is_waited_for_within_the_limit() -> None:
 
 
 def test_workers_of_other_hosts_are_no_neighbours(monkeypatch) -> None:
-    monkeypatch.setattr(neighbours._Listener, "is_near", lambda *_: False)
+    monkeypatch.setattr(transport._Listener, "is_near", lambda *_: False)
     assert met() == [{}, {}]
 
 
@@ -136,6 +136,6 @@ def test_where_one_worker_cannot_connect_nobody_does(monkeypatch) -> None:
             raise OSError("no more files")
         return real(*arguments)
 
-    monkeypatch.setattr(neighbours, "_MEETING_SECONDS", 0.2)
+    monkeypatch.setattr(transport, "_MEETING_SECONDS", 0.2)
     monkeypatch.setattr(os, "memfd_create", second_fails)
     assert met() == [{}, {}]

@@ -56,7 +56,7 @@ def alone(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def plainly(name: str) -> dict[str, torch.Tensor]:
     """The same training without hetflow."""
-    from hetflow.runtime.streams import generator_of
+    from hetflow.runtime.determinism import generator_of
 
     model = over_batch.Net(norm=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -133,7 +133,7 @@ def test_what_cannot_be_a_loss_of_outputs_is_refused(
 def test_sync_batch_norm_has_the_statistics_of_one_device(
     tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
-    from hetflow.runtime.streams import generator_of
+    from hetflow.runtime.determinism import generator_of
 
     model = sync_norms.model_of()  # PyTorch's own layers, on whole batches
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

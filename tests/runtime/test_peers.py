@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hetflow.runtime import peers
-from hetflow.runtime.error_origin import is_lost_peer, may_be_echo
 from hetflow.runtime.gradients import GradientReducer
 from hetflow.runtime.peers import SharedStore
+from hetflow.runtime.protocol.ended import is_lost_peer, may_be_echo
 from hetflow.schema.errors import PeerLostError
 
 READS_LIKE_A_LOSS = [

@@ -21,8 +21,8 @@ from hetflow.profilers.operator_counts import count_model
 from hetflow.profilers.zoo.models import BERT, GPT
 from hetflow.runtime import peers, tensor_parallel
 from hetflow.runtime.tensor.operators import TensorGroup
+from hetflow.runtime.tensor.regions import dropped_tokens
 from hetflow.runtime.tensor.roles import SharedParts, sharing_of
-from hetflow.runtime.tensor.sequence import dropped_tokens
 from hetflow.runtime.tensor.sharded import ShardedModel
 from hetflow.schema.errors import TargetError
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from hetflow.runtime.streams import key_of, seed_streams
+from hetflow.runtime.determinism import key_of, seed_streams
 
 
 def draws() -> list[object]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetflow.runtime.streams import generator_of
+from hetflow.runtime.determinism import generator_of
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
