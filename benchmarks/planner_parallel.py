@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hetflow.papers.piper import check as steady_check
-from hetflow.papers.piper import problem as piper
-from hetflow.papers.piper import solve as steady
+from piper_parts import check as steady_check
+from piper_parts import problem as piper
+from piper_parts import solve as steady
+
 from hetflow.papers.sailor import read_problem
 from hetflow.planning.checks.parallel import check
 from hetflow.solvers.parallel.solve import solve

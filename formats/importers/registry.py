@@ -90,7 +90,7 @@ class LayerImporter:
 LAYER_IMPORTERS: Registry[LayerImporter] = Registry(
     "import format",
     group="hetflow.importers",
-    own=("hetflow.formats.importers.pipedream", "hetflow.papers.piper.problem"),
+    own=("hetflow.formats.importers.pipedream", "hetflow.papers.piper"),
 )
 JOBS_IMPORTERS: Registry[ReadJobs] = Registry(
     "format of jobs",

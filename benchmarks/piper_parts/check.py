@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import ceil, isclose
 
-from .problem import SteadyChoice, SteadyPlan, SteadyProblem
+from piper_parts.problem import SteadyChoice, SteadyPlan, SteadyProblem
 
 _NEAR = 1e-9
 

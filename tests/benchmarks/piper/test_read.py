@@ -5,18 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from hetflow.cli.main import run
-from hetflow.papers.piper.check import check, counted_seconds
-from hetflow.papers.piper.problem import (
+from piper_parts.check import check, counted_seconds
+from piper_parts.problem import (
     SteadyPlan,
     SteadyProblem,
     SteadyStage,
-    read_layers,
     read_problem,
-    read_tensor_layers,
 )
-from hetflow.papers.piper.solve import solve
+from piper_parts.solve import solve
+
+from hetflow.cli.main import run
+from hetflow.papers.piper import read_layers, read_tensor_layers
 from hetflow.schema.errors import FileError
 from hetflow.schema.files import from_json
 from hetflow.schema.plan import Plan, Proof

@@ -4,7 +4,7 @@ The stream of microbatches is so long that startup and drain of the pipeline are
 objective is the time per sample. Devices are of one type. Layers are a graph, and each layer has
 one or two ways to be computed at each tensor-parallel degree.
 
-A file of Piper's planner is read as such a problem, or as layers of a profile. It holds ``nodes``
+A file of Piper's planner is read as such a problem. It holds ``nodes``
 with ``TMPCs`` {tensor degree: [{id, timePerSample, parameterSize, memoryUsageA, memoryUsageB,
 syncTimeFw, syncTimeBw}]}, ``edges`` {sourceId, destId, communicationCost} and ``mbsInBatch``. All
 sizes are bytes, also those named ``syncTime``.
@@ -14,11 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...formats.importers.registry import layer_importer
-from ...schema.errors import FileError, ProblemError
-from ...schema.plan import Proof
-from ...schema.profile import LayerGraph, LayerNode, TensorLayers
-from ...schema.records import (
+from hetflow.schema.errors import FileError, ProblemError
+from hetflow.schema.plan import Proof
+from hetflow.schema.records import (
     Bytes,
     Count,
     Name,
@@ -193,84 +191,6 @@ def read_problem(
         memory_bytes=memory_bytes,
         bytes_per_second=bytes_per_second,
         num_microbatches=num_microbatches,
-    )
-
-
-def read_tensor_layers(text: str, *, microbatch_size: int, name: str) -> tuple[TensorLayers, ...]:
-    """Read the layers of groups of 2 and more devices; see ``read_layers``."""
-    layers, edges, _ = _parsed(text, name)
-    return tuple(
-        TensorLayers(
-            tensor_parallel_size=degree, layers=_graph(layers, edges, degree, microbatch_size)
-        )
-        for degree in _degrees(layers)
-        if degree > 1
-    )
-
-
-@layer_importer("piper", title="Piper (NeurIPS'21)", tensor_layers=read_tensor_layers)
-def read_layers(text: str, *, microbatch_size: int, name: str) -> LayerGraph:
-    """Read the layers of single devices, with times in seconds.
-
-    The file has one time for both passes. A layer that can also recompute takes so much longer with
-    it as its forward pass; of other layers the forward pass counts as a third. What a layer sends
-    is the most bytes of its edges. ``memoryUsageB`` is left out: a plan counts weights, gradients
-    and optimizer itself. So are ``syncTimeFw`` and ``syncTimeBw``, the additional bytes that groups
-    send where stages are cut.
-
-    Args:
-        text: The file's content.
-        microbatch_size: Samples of a microbatch, which the file does not say.
-        name: The file's path, for errors.
-
-    Raises:
-        FileError: The text is no JSON, or lacks a field.
-        ProblemError: A number in it is invalid.
-    """
-    layers, edges, _ = _parsed(text, name)
-    if 1 not in _degrees(layers):
-        raise FileError(f"{name}: no TMPCs of degree 1, from which a profile is made")
-    return _graph(layers, edges, 1, microbatch_size)
-
-
-def _degrees(layers: tuple[SteadyLayer, ...]) -> list[int]:
-    return [degree.tensor_parallel_size for degree in layers[0].degrees]
-
-
-def _graph(
-    layers: tuple[SteadyLayer, ...],
-    edges: tuple[SteadyEdge, ...],
-    degree: int,
-    microbatch_size: int,
-) -> LayerGraph:
-    sent = [
-        max((edge.sent_bytes for edge in edges if edge.source == number), default=0.0)
-        for number in range(len(layers))
-    ]
-    return LayerGraph(
-        microbatch_size=microbatch_size,
-        nodes=tuple(
-            _node(layer, degree, bytes_) for layer, bytes_ in zip(layers, sent, strict=True)
-        ),
-        edges=tuple((layers[edge.source].name, layers[edge.target].name) for edge in edges),
-    )
-
-
-def _node(layer: SteadyLayer, degree: int, sent_bytes: float) -> LayerNode:
-    choices = next(d.choices for d in layer.degrees if d.tensor_parallel_size == degree)
-    plain = min(choices, key=lambda choice: choice.seconds)
-    again = max(choices, key=lambda choice: choice.seconds)
-    forward = again.seconds - plain.seconds
-    if not 0.0 < forward < plain.seconds:
-        forward = plain.seconds / 3
-    return LayerNode(
-        id=layer.name,
-        op=layer.name.rsplit(" ", 1)[0],
-        forward_seconds=forward,
-        backward_seconds=plain.seconds - forward,
-        activation_bytes=round(sent_bytes),
-        weight_bytes=round(plain.weight_bytes),
-        stashed_bytes=round(plain.in_flight_bytes),
     )
 
 

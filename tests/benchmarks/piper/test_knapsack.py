@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from piper_parts.solve import exact, greedy
 
-from hetflow.papers.piper.solve import exact, greedy
 from hetflow.tests.profiles import examples
 
 LAYERS = st.lists(st.tuples(st.integers(-2, 9), st.integers(0, 9)), min_size=1, max_size=8)

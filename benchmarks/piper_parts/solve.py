@@ -14,10 +14,10 @@ from math import ceil, sqrt
 from typing import NamedTuple
 
 import numpy as np
+from piper_parts.problem import SteadyPlan, SteadyProblem, SteadyStage
 
-from ...schema.errors import InfeasibleError, ProblemError
-from ...schema.plan import Proof
-from .problem import SteadyPlan, SteadyProblem, SteadyStage
+from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.schema.plan import Proof
 
 _MOST_DOWNSETS = 5_000
 _CLOSE = 1e-3  # relative; from there on every better plan is looked for

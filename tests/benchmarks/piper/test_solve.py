@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from hetflow.papers.piper import solve as planner
-from hetflow.papers.piper.check import check, counted_memory, counted_seconds
-from hetflow.papers.piper.problem import (
+from piper_parts import solve as planner
+from piper_parts.check import check, counted_memory, counted_seconds
+from piper_parts.problem import (
     SteadyChoice,
     SteadyDegree,
     SteadyEdge,
@@ -21,7 +20,8 @@ from hetflow.papers.piper.problem import (
     SteadyStage,
     SteadySync,
 )
-from hetflow.papers.piper.solve import solve
+from piper_parts.solve import solve
+
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.plan import Proof
 from hetflow.tests.profiles import examples
