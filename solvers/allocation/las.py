@@ -10,6 +10,10 @@ many coupled unknowns as types. In plain Python, which is faster than arrays of 
 With a rate for each type (``WarmMaxMin``): one program over classes of equal jobs, with a row of
 time and a row of demand for each class that ever appeared. A job that arrives or leaves changes two
 numbers of its class, and the simplex method starts from its last basis (a warm start).
+
+    a V100 and a K80; three jobs that ask for 1 each, two of them run on the V100 alone
+    S = {V100}: C = 1, D = 2, so z <= 1/2; S = both: C = 2, D = 3, so z <= 2/3; 1 / p = 1
+    z = 1/2: the two share the V100 in every optimum; the third's time on the K80 is the centre's
 """
 
 from collections.abc import Sequence

@@ -9,6 +9,10 @@ For rows m (jobs, or classes of equal jobs) and columns c (device types, placeme
                 x >= 0
 
 Space sharing adds columns that two rows share; ``pairs.py`` prices them.
+
+    one V100 and one K80; a does 2 or 1 a second on them, b 1 on both; maximise z, both at least z
+    z = 1: a half its time on the V100, b half on each
+    with y = 1 for b's demand and u = 1 for b's time the dual bound is 1 too: none is better
 """
 
 from dataclasses import dataclass, replace

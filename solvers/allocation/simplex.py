@@ -4,6 +4,9 @@ It answers where the interior point method does not: rows that must keep exactly
 they can have leave no interior. Of many columns only likely ones are in the program at first;
 those that would pay at its prices join until none would (column generation). So 2,000 jobs on 200
 types need some 6,000 columns, not 400,000.
+
+    type 7 does 3 a second for a job; prices: 1 of its throughput, 0.5 of its time, 2 of the type
+    3 x 1 - 0.5 - 2 = 0.5 > 0: the column pays, and joins
 """
 
 from collections.abc import Callable

@@ -12,6 +12,13 @@ there are resources, and only these are worth less than it thinks. Where that is
 of one such job's dollars is cut in two.
 
 A job without an SLO counts with its cheapest column, and runs there in what the others leave.
+
+    a job has to do 1 a second; a V100 does 2 for 3 $/h, a K80 1 for 1 $/h
+    half its time on the V100 costs 1.5 $/h, ratio 2/3; all of it on the K80 1 $/h, ratio 1
+    half of each way costs 1.25, ratio 0.8; the program thinks (2/3 + 1) / 2 = 0.83: a bound
+    so dollars are cut in two there: up to 1.25, and from 1.25 on
+
+A node is one linear program; how many there are has no bound but the limit of work.
 """
 
 import heapq

@@ -13,6 +13,10 @@ A state of several zones is one of each, so there are as many as the product of 
 zones, the fewer classes each has. Their transitions are counted in ticks in which all zones are
 known. Beside the counts stands what the zones' own chains would give if zones had nothing to do
 with each other; it decides where the counts are few.
+
+    one zone, were there a single class; the history is there, there, gone, there
+    from "there" once each to "there" and "gone", with the prior 1.9 and 1.1: 0.63 and 0.37
+    from "gone" once to "there", with the prior 0.9 and 1.1: 0.45 stays, 0.55 comes back
 """
 
 from collections.abc import Iterator, Sequence

@@ -20,6 +20,10 @@ one restart, or of the whole stretch where that is shorter; this never counts to
 Ends are looked at in order of time, until a job that holds the cheapest offers all along would have
 paid the bound already. Of more than 64 offers, those of one device type in one cloud count as one
 at the lowest of their prices, with free moves between them: still a lower bound, if a looser one.
+
+    one offer, 1 $/h for an hour and 3 $/h for the next; one hour of work, no restart
+    v = 2: 2 x 1 + (1 - 2) for the first hour + 0 for the second, which costs 3 and is not held
+    the bound is 1 $, which holding the first hour pays
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -17,6 +17,9 @@ With R0 the deadline, C0 the work and d the restart:
   length of a slice is open; here it is that of the published code, an hour, but at least twenty
   restarts: with shorter ones, on-demand machines that come and go in each slice cost more than one
   from the start.
+
+    R0 = 10 h, C0 = 5 h, d = 0; after 4 h 1.5 h of work are done, and there are no spot machines
+    greedy waits: 3.5 h are left to do in 6 h; uniform_progress goes on demand: 1.5 < ep(4) = 2
 """
 
 from collections.abc import Mapping

@@ -8,6 +8,13 @@ the cheaper one for every replica. The best prices are those of the linear progr
 the paths that were found (column generation). A region of caps is low_T < T <= high_T and
 low_X <= X <= high_X. In it a step takes at least (m - 1) low_T + low_X + S(high_T, high_X), for S
 the shortest path less the pool's worth.
+
+    layers of 2 and 1 s on an A, of 4 and 2 s on a B; one of each, m = 3 microbatches, X = 0
+    T <= 2: layer 1 on an A (2 s), layer 2 on an A (1 s) or a B (2 s); 3 s would take two A's
+    at a price of 1 s on an A both ways cost 5; less the pool's worth, one A: S = 4
+    so a step takes at least 2 low_T + 4: as low_T nears 2 that is 8, and the plan A | B takes 8
+
+A path takes O(stages x options) vector operations over the layers. Prices take some tens of paths.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,11 @@
-"""Deal replicas: how many replicas of each stage are of which device type, within the pool."""
+"""Deal replicas: how many replicas of each stage are of which device type, within the pool.
+
+Stages of the same groups are dealt together, and what is certain is taken first.
+
+    two stages of three replicas, each on an A alone or on two B's; the pool has 4 A and 4 B
+    each stage has both kinds: 2 A and 4 B are certain; 2 A are free for the third replicas
+    both go to A: (2, 1) and (2, 1)
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

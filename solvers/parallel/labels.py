@@ -4,6 +4,12 @@ A label is what stages placed so far leave to be decided: the layers before them
 stage placed last, and the devices in use by type. Which stage took which devices, and in what order
 alike stages stand, does not matter any more; so labels that leave the same are compared, and only
 the better ones are kept. Bounds and prices are those of ``bound.py``.
+
+    behind the cut after layer 1, with one A in use: labels (sum 3 s, slowest 3), (4, 2), (4, 3)
+    the third is no better than the first in anything, and is dropped; the first two both stay:
+    with few microbatches the least sum decides, with many the slowest stage
+
+A level of labels costs O(labels x arcs); how many there are has no bound but the effort's.
 """
 
 from bisect import bisect_right

@@ -18,6 +18,10 @@ devices instead of naming them:
     (two levels) at most. Stages that span servers only count, as any devices left will do.
 
 All include every ordered placement, at its own cost or a lower one.
+
+    two servers of two devices, stages of 1, 2 and 1 devices
+    in order, stage 2 spans the servers, or a device between stays idle and stage 1 has none
+    here stages 1 and 3 count one device each and stage 2 a whole server: seated on (0) (2 3) (1)
 """
 
 from collections.abc import Iterator

@@ -4,6 +4,12 @@ A cut is a set of layers that holds every predecessor of its members: the antich
 2.4.1's branching graphs, named by all that lies before it. A stage is the difference of two
 cuts. What crosses a cut is counted from the edges: a tensor made three stages earlier that is
 still needed crosses every cut in between, and counts in each.
+
+    layers a -> b, a -> c, b -> d, c -> d: cuts are {}, {a}, {a b}, {a c}, {a b c}, all
+    a stage from {a} to {a b c} holds b and c; what a made crosses its first cut, once
+    a stage from {a b} to all holds c and d: what a and b made crosses into it
+
+A graph of N layers in a line has N + 1 cuts, one of branches up to their product.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,11 @@ Rows that differ only in what they demand are solved as one group (``groups``). 
 of HiGHS solves the program over the columns and constraints at hand (``Master``); constraints
 join until the groups' times suffice for each of their rows, pairs until none earns anything at
 the program's prices (``pairs``). Then the times are dealt out to the rows.
+
+    one GPU; a and b do 1 a second alone, 0.8 and 0.7 together; maximise z, both at least z
+    alone: z = 1/2, prices 1/2 of each throughput and 1/2 of the GPU
+    the pair earns 0.8 / 2 + 0.7 / 2 - 1/2 = 0.25 > 0 and joins: together 10/11 of the time, b alone
+    1/11: z = 8/11, prices at which no column pays
 """
 
 from collections.abc import Callable

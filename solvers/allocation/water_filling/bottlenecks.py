@@ -8,6 +8,9 @@ At binding prices a row spends its time only where its throughput costs least. W
 column, or two that its time and throughput determine, nothing is left to decide; only rows for
 which several ways cost the same (about one for each price) go through the simplex method. The
 answer is exact to the last digits, where an interior point method is not.
+
+    the V100 and K80 of water.py, at level 1/2: with a price of 1 on the V100 a and b pay 1/2 each
+    that is all its worth, so neither can rise; c pays nothing, as the K80 does as much for nothing
 """
 
 from collections.abc import Callable

@@ -6,6 +6,10 @@ its cap and leaves its share to the others. All rows of a node share one counter
 has risen by its weight times the tide since the row began. So an event (a row reaches its cap)
 touches its own node alone, unless that runs empty: N events cost O(N log N), plus the number of
 nodes for each node that runs empty.
+
+    a fair node with rows a and b of weights 1 and 3, each with a cap of 1
+    both rise, 1/4 and 3/4 of the node's time: at time 4/3 b is at its cap, and a at 1/3
+    then all is a's: at time 2 a is at its cap too
 """
 
 import heapq
