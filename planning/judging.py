@@ -11,7 +11,7 @@ from ..schema.optimizer import OptimizerState
 from ..schema.options import option
 from ..schema.parallel import ParallelProblem
 from ..schema.pipeline import PipelineProblem
-from ..schema.plan import Plan, Restrictions, devices_for
+from ..schema.plan import ParallelCertificate, Plan, Restrictions, devices_for
 from ..schema.problem import Problem, ShardedProblem, SplitProblem
 from ..schema.profile import Profile, asked_bytes
 from .apart import states_devices, told_apart
@@ -148,6 +148,16 @@ def pool_of_plan(plan: Plan) -> Cluster:
     return Cluster.parse(",".join(f"{number}x{name}" for name, number in stated.items()))
 
 
+def _shards(plan: Plan) -> tuple[Shard | None, ...]:
+    """What the replicas of a parallel plan's stages were free to share, or asked to."""
+    from .checks.parallel import shared_by
+
+    proved = plan.proof.certificate
+    if isinstance(proved, ParallelCertificate) and proved.shards:
+        return proved.shards
+    return ((plan.restrictions and plan.restrictions.shard) or shared_by(plan),)
+
+
 def view_of_plan(plan: Plan, problem: Problem) -> View:
     """Make again what the solver of a plan saw of a problem: its shape and schedule are the plan's.
 
@@ -172,8 +182,7 @@ def view_of_plan(plan: Plan, problem: Problem) -> View:
             recompute=asked.recompute is not False,
             num_model_chunks=chunks_of(asked.num_model_chunks),
             sequence_parallel=bool(plan.sequence_parallel),
-            shard_optimizer=bool(plan.shard_optimizer),
-            shard_gradients=bool(plan.shard_gradients),
+            shards=_shards(plan),
         )
     return pipeline_problem(
         problem,

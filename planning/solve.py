@@ -66,7 +66,7 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
     devices = question.pool.num_devices
     found = Restrictions(
         devices=devices if plan.cluster is None and devices != plan.devices_by_type else None,
-        shard=None if question.asked.shard in ("none", "auto") else plan.shard,
+        shard=_asked_shard(plan, question),
     )
     for asked in asked_of(SolveRequest):
         value = getattr(question.asked, asked.name)
@@ -77,6 +77,14 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
     if plan.sequence_parallel and cannot_spread(plan.trace):
         found = dataclasses.replace(found, num_stages=1)
     return None if found == Restrictions() else found
+
+
+def _asked_shard(plan: Plan, question: Question) -> Shard | None:
+    """What devices were to share, where the plan does not state it elsewhere."""
+    asked = question.asked.shard
+    if asked in ("none", "auto") or (plan.layers and asked != "all"):
+        return None
+    return asked
 
 
 def _reserve(plan: Plan, profile: Profile, question: Question) -> MemoryReserve:

@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 
+from ..schema.choices import Shard
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.layers import LayerTrace, cannot_spread
@@ -12,6 +13,7 @@ from ..schema.plan import Plan
 from ..schema.problem import Problem
 from ..schema.requests.solve import SolveRequest
 from .apart import MOST_KINDS, Apart, told_apart
+from .checks.parallel import shared_by
 from .limits import TimeShares
 from .parallel_problem import chunks_of, degrees_of, parallel_keys, parallel_problem
 from .pipelines import say_obstacle, trace_for, with_origin
@@ -46,6 +48,7 @@ def best_parallel(question: Question, clock: TimeShares) -> Plan:
     for line in _unused_degrees(question):
         _log.warning(line)
     say_obstacle(trace, len(plan.stages))
+    problem = replace(problem, shards=(shared_by(plan),))  # of one kind with the plan
     others = alternatives(problem, plan, asked.top - 1, clock.part(2).effort)
     degrees = {size.tensor_parallel_size for size in problem.sizes}
     if degrees == {1} and asked.strategy == "parallel":
@@ -130,9 +133,17 @@ def _view(problem: Problem, asked: SolveRequest, trace: LayerTrace | None) -> Pa
         most_stages=1 if asked.sequence_parallel and cannot_spread(trace) else None,
         num_model_chunks=chunks_of(asked.num_model_chunks),
         sequence_parallel=bool(asked.sequence_parallel),
-        shard_optimizer=asked.shard_optimizer or asked.shard != "none",
-        shard_gradients=asked.shard == "gradients",
+        shards=_shards(asked),
     )
+
+
+def _shards(asked: SolveRequest) -> tuple[Shard | None, ...]:
+    """What replicas of a stage may share. Sums for owners are never slower than whole ones."""
+    if asked.shard == "auto":
+        return (None, "gradients", "all")
+    if asked.shard == "none":
+        return ("optimizer" if asked.shard_optimizer else None,)
+    return (asked.shard,)
 
 
 def _why_none(question: Question) -> str:

@@ -1,10 +1,11 @@
 """Plans with pipeline, tensor and data parallelism on unlike devices (thesis chapter 4)."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import log2
 from typing import Any, Literal
 
+from .choices import Shard
 from .errors import ProblemError
 from .optimizer import OptimizerState
 from .records import Bytes, Count, Name, NonNegative, PositiveBytes, Seconds, record
@@ -195,9 +196,9 @@ class ParallelProblem:
     buckets of ``bucket_bytes`` by rings of single devices (links of degree 1). ``most_stages``
     limits the stages of a pipeline; None sets no limit. ``num_model_chunks`` are the numbers of
     stages per device to try; above 1 the schedule is interleaved 1F1B. Between two types counts the
-    slowest of both types' own links and of their entry in ``between``. With ``shard_optimizer`` the
-    replicas of a stage, which then have one degree, share the optimizer's state; with
-    ``shard_gradients`` a gradient is summed only for the one that updates the parameter.
+    slowest of both types' own links and of their entry in ``between``. ``shards`` is what replicas
+    of a stage, which then have one degree, may share; all stages of a plan share alike, None:
+    nothing. With ``gradients`` a gradient is summed only for the one that updates the parameter.
     """
 
     model: Name
@@ -215,18 +216,17 @@ class ParallelProblem:
     most_stages: Count | None = None
     num_model_chunks: tuple[Count, ...] = (1,)
     optimizer: OptimizerState | None = None
-    shard_optimizer: bool = False
-    shard_gradients: bool = False
+    shards: tuple[Shard | None, ...] = (None,)
     between: tuple[TypesLink, ...] = ()
 
     def __post_init__(self) -> None:
         _check_names(self)
         if not self.num_model_chunks:
             raise ProblemError("num_model_chunks must hold at least one number")
-        if self.shard_optimizer and self.optimizer is None:
-            raise ProblemError("shard_optimizer needs the optimizer, whose state is counted")
-        if self.shard_gradients and not self.shard_optimizer:
-            raise ProblemError("shard_gradients needs shard_optimizer, which says who gets them")
+        if self.shards != (None,) and self.optimizer is None:
+            raise ProblemError("shards need the optimizer, whose state is counted")
+        if "all" in self.shards and (self.cost_rule == "sailor" or not self.has_constant_rates):
+            raise ProblemError("weights are shared over links of one rate each, by hetflow's rule")
         if self.between and self.cost_rule == "sailor":
             raise ProblemError("the cost rule sailor knows no links between types; leave them out")
         size = len(self.layers)
@@ -249,11 +249,30 @@ class ParallelProblem:
         return self.cost_rule == "hetflow" and self.boundary_rule != "blocking"
 
     @property
+    def has_constant_rates(self) -> bool:
+        """Whether no link's rate depends on the size of a message."""
+        curves = [link.curve for pool in self.pools for link in pool.links]
+        curves += [link.curve for link in self.between]
+        curves += [pool.inside for pool in self.pools if pool.inside is not None]
+        return all(len(curve.coefficients) == 1 for curve in curves)
+
+    @property
+    def shard(self) -> Shard | None:
+        """What replicas share, where ``shards`` names one kind of plans."""
+        return self.shards[0]
+
+    @property
+    def by_shard(self) -> tuple["ParallelProblem", ...]:
+        """The problem once for each of ``shards``."""
+        return tuple(replace(self, shards=(shard,)) for shard in self.shards)
+
+    @property
     def state_bytes_per_weight_byte(self) -> float:
-        """What of ``bytes_per_weight_byte`` replicas share: the state of a sharded optimizer."""
-        if not self.shard_optimizer or self.optimizer is None:
+        """What of ``bytes_per_weight_byte`` replicas share: the optimizer's state, or all of it."""
+        if self.shard is None or self.optimizer is None:
             return 0.0
-        return self.optimizer.state_bytes_per_weight_byte
+        state = self.optimizer.state_bytes_per_weight_byte
+        return self.bytes_per_weight_byte if self.shard == "all" else state
 
     def link_between(self, one: str, other: str) -> LinkCurve | None:
         """Return the link between two device types; None for one, or if only their own count."""

@@ -51,7 +51,7 @@ class Restrictions:
         num_model_chunks: Stages on each device.
         replication: False: no stage has replicas.
         recompute: False: no stage recomputes activations.
-        shard: What the devices of a split were to share of the states.
+        shard: What devices were to share of the states.
     """
 
     devices: dict[Name, Count] | None = None
@@ -129,7 +129,7 @@ class PricedPlans:
     ``least_stage_seconds`` < slowest stage <= ``most_stage_seconds``, and no stage's update and
     all-reduce take longer than ``most_exchange_seconds``. ``device_prices`` [types of the pool] are
     seconds for each device of a replica. With these, covering the layers by stages takes at least
-    the bound, as the judge counts it.
+    the bound, as the judge counts it. ``shard`` is what replicas of a stage share.
     """
 
     microbatch_size: Count
@@ -138,6 +138,7 @@ class PricedPlans:
     most_stage_seconds: Seconds
     most_exchange_seconds: Seconds
     device_prices: tuple[Seconds, ...]
+    shard: Shard | None = None
 
 
 @record
@@ -145,11 +146,13 @@ class ParallelCertificate:
     """Why no plan of three dimensions is faster than ``proof.lower_bound``.
 
     The nodes that a search left closed or open. They say how to divide the work and hold no number
-    that a judge believes: any prices show something true.
+    that a judge believes: any prices show something true. ``shards`` is what plans were free to
+    share; empty: what the plan does.
     """
 
     kind: Literal["priced-stages"] = "priced-stages"
     priced: tuple[PricedPlans, ...]
+    shards: tuple[Shard | None, ...] = ()
 
 
 @record
@@ -336,8 +339,9 @@ class Stage:
     Times: ``seconds_per_input`` is the stage's part of the objective. ``compute_seconds`` is the
     forward + backward time of a microbatch on the slowest replica, with recomputation if planned;
     ``forward_seconds`` is its forward part, ``weight_gradient_seconds`` that of the backward pass's
-    second half where a schedule splits it (None: half of it). ``output_seconds`` is the time to
-    send a microbatch's output and to receive its gradient, ``transfer_seconds`` that of all
+    second half where a schedule splits it (None: half of it). ``gather_seconds`` is what gathers
+    and reductions of shared weights add to both. ``output_seconds`` is the time to send a
+    microbatch's output and to receive its gradient, ``transfer_seconds`` that of all
     messages that the stage waits for. These include fixed costs: ``pass_seconds`` for each forward
     and each backward pass, and ``message_seconds`` for each message; None if not counted.
     ``reduce_seconds`` is one all-reduce of the stage's gradients, including
@@ -358,6 +362,7 @@ class Stage:
     compute_seconds: Seconds | None = None
     forward_seconds: Seconds | None = None
     weight_gradient_seconds: Seconds | None = None
+    gather_seconds: Seconds | None = None
     output_seconds: Seconds | None = None
     transfer_seconds: Seconds | None = None
     reduce_seconds: Seconds | None = None

@@ -308,6 +308,7 @@ def group_terms(
         The terms; None where a stage does not give its seconds.
     """
     passes = [stage.compute_seconds for stage in stages]
+    waited = [stage.gather_seconds or 0.0 for stage in stages]
     messages = [stage.transfer_seconds for stage in stages]
     updates = [stage.update_seconds for stage in stages]
     reductions = [stage.reduce_seconds for stage in stages]
@@ -318,15 +319,19 @@ def group_terms(
     both = [each + more for each, more in zip(own, sent, strict=True)]
     slowest = both.index(max(both)) if num_model_chunks > 1 else own.index(max(own))
     waits, others = shown * sent[slowest], (positions - 1) * both[slowest]
+    gathers = 0.0
     if num_model_chunks == 1:
         links: list[float] = []  # a stage's messages are those of the link before it, and behind
         for each in sent[:-1]:
             links.append(max(0.0, each - sum(links[-1:])))
         bare = one_f_one_b_seconds(own, [0.0] * len(links), num_microbatches)
-        waits = one_f_one_b_seconds(own, links, num_microbatches) - bare
-        others = sum(own) - own[slowest]
+        both = [each + more for each, more in zip(own, waited, strict=True)]
+        with_gathers = one_f_one_b_seconds(both, [0.0] * len(links), num_microbatches)
+        waits = one_f_one_b_seconds(both, links, num_microbatches) - with_gathers
+        others, gathers = sum(own) - own[slowest], with_gathers - bare
     return {
         "passes": shown * own[slowest],
+        **({"gathers of weights": gathers} if any(waited) else {}),
         "messages": waits,
         "other stages": others,
         "update": _most_of_a_device(updates, positions),

@@ -77,8 +77,9 @@ def _title(plan: Plan) -> str:
         text += f" ({plan.num_model_chunks} stages a device: 0, {second}, ... on the same)"
     if plan.optimizer is not None:
         text += f"; memory counts {plan.optimizer}"
-    text += ", shared by the replicas of a stage" if plan.shard_optimizer else ""
-    return text + (", which share gradients too" if plan.shard_gradients else "")
+    text += ", shared by the replicas of a stage" if plan.shard_optimizer or plan.shard else ""
+    more = "gradients and weights" if plan.shard else "gradients" if plan.shard_gradients else ""
+    return text + (f", which share {more} too" if more else "")
 
 
 def _group_rows(plan: Plan) -> tuple[list[str], list[tuple[object, ...]]]:
@@ -120,6 +121,7 @@ def _stage_rows(plan: Plan) -> tuple[list[str], list[list[object]]]:
         ],
         "recompute": [stage.recompute if again else None for stage in plan.stages],
         "pass": [milliseconds(stage.compute_seconds) for stage in plan.stages],
+        "gathers": [milliseconds(stage.gather_seconds) for stage in plan.stages],
         "transfer": [
             milliseconds(
                 stage.transfer_seconds if stage.output_seconds is None else stage.output_seconds

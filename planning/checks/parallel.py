@@ -4,11 +4,13 @@ Nothing is shared with the solver or with costs. Every stage is summed layer by 
 message and all-reduce is recomputed, and the step follows from them (docs/parallel.md).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 
+from ...schema.choices import Shard
 from ...schema.errors import ProblemError
+from ...schema.layer_trace import unit_of
 from ...schema.parallel import (
     LinkCurve,
     ParallelPool,
@@ -32,6 +34,15 @@ from .proofs import Verdict
 from .schedule_lists import own_passes
 
 _NEAR = 1e-9
+
+
+def shared_by(plan: Plan) -> Shard | None:
+    """What the replicas of a plan's stages share."""
+    if plan.shard is not None:
+        return plan.shard
+    if plan.shard_gradients:
+        return "gradients"
+    return "optimizer" if plan.shard_optimizer else None
 
 
 def check(plan: Plan, problem: ParallelProblem) -> Verdict:
@@ -81,7 +92,7 @@ def _stage_seconds(plan: Plan, problem: ParallelProblem, number: int) -> float:
     """Seconds of a microbatch's passes, and of messages that count in a stage."""
     is_hidden = problem.hides_messages and plan.num_model_chunks == 1
     waits = 0.0 if is_hidden else _transfer(plan, problem, number)
-    return _compute(plan, problem, number) + waits
+    return _with_gathers(plan, problem, number) + waits
 
 
 def _passes_seconds(plan: Plan, problem: ParallelProblem) -> float:
@@ -120,7 +131,9 @@ def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[fl
     interleaved plans hold several stages, which are counted together, pass by pass. The state of a
     sharded optimizer is shared out layer by layer: no replica has more than an equal share of all
     layers but the largest, and the largest. With a share that the plan states, it has up to
-    (d - 1) / d of the largest layer more than that. A share of 0 is nothing.
+    (d - 1) / d of the largest layer more than that. A share of 0 is nothing. Where weights are
+    shared, layers are cut. What is in no repeated layer is then whole beside the shares, and so are
+    two repeated layers, as weights and as gradients.
 
     Args:
         plan: The plan to check.
@@ -140,7 +153,10 @@ def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[fl
             for weight in _of(plan.stages[each], sizes.weight_bytes, _start(plan, each))
         ]
         held = problem.bytes_per_weight_byte * sum(weights)
-        if problem.shard_optimizer and problem.optimizer is not None:
+        if plan.shard == "all":
+            held *= _part(plan, problem, number, group)
+            held += 2 * _gathered(plan.stages[number].layers, weights)
+        elif shared_by(plan) is not None and problem.optimizer is not None:
             largest, replicas = max(weights), plan.stages[number].num_replicas
             share = (sum(weights) - largest) / replicas + largest
             stated = group.state_share_bytes
@@ -159,6 +175,35 @@ def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[fl
                 kept[each] = float(problem.output_bytes[start - 1] * size if start else 0)
         counted.append(problem.reserved_bytes + held + alone + _most_in_flight(plan, kept))
     return counted
+
+
+def _gathered(layers: Sequence[str], weights: Sequence[float]) -> float:
+    """Bytes of weights of a stage that are whole at a time."""
+    units = _units(layers, weights)
+    rest = units.pop("", 0.0)
+    return rest + sum(sorted(units.values())[-2:])
+
+
+def _units(layers: Sequence[str], weights: Sequence[float]) -> dict[str, float]:
+    """Repeated layer -> bytes of its weights; the empty name has what is in none."""
+    found: dict[str, float] = {}
+    for name, size in zip(layers, weights, strict=True):
+        if size:
+            found[unit_of(name)] = found.get(unit_of(name), 0.0) + size
+    return found
+
+
+def _part(plan: Plan, problem: ParallelProblem, number: int, group: ReplicaGroup) -> float:
+    """Which part of a stage's states, or weights, a replica keeps and updates."""
+    stage = plan.stages[number]
+    stated = {each.state_share_bytes for each in stage.replicas}
+    if shared_by(plan) is None:
+        return 1.0
+    if len(stated) == 1:  # equal, up to a byte
+        return 1 / stage.num_replicas
+    sizes = next(s for s in problem.sizes if s.tensor_parallel_size == group.tensor_parallel_size)
+    whole = sum(_of(stage, sizes.weight_bytes, _start(plan, number)))
+    return (group.state_share_bytes or 0) / max(whole, 1)
 
 
 def _held_with(plan: Plan, number: int) -> list[int]:
@@ -223,28 +268,30 @@ def _shape_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
         )
     if chunks > 1:
         yield from _interleaving_faults(plan, problem, min(replicas))
-    if bool(plan.shard_optimizer) != problem.shard_optimizer:
-        said = "shards" if plan.shard_optimizer else "does not shard"
-        yield f"the plan {said} the optimizer's state, the problem asks for the opposite"
-    if bool(plan.shard_gradients) != problem.shard_gradients:
-        said = "shards" if plan.shard_gradients else "does not shard"
-        yield f"the plan {said} gradients, the problem asks for the opposite"
+    own, may = shared_by(plan), problem.shards
+    if own not in may and not (replicas == {1} and own is None):
+        asked = " or ".join(shard or "nothing" for shard in may)
+        yield f"replicas share {own or 'nothing'}, the problem has them share {asked}"
+    if {stage.shard for stage in plan.stages} not in ({None}, {"all"}):
+        yield "stages share unlike states"
+    if own == "all" and (plan.shard_optimizer or chunks > 1 or replicas == {1}):
+        yield "weights are shared by several replicas of one stage a device, with all states"
     for number, stage in enumerate(plan.stages):
         degrees = sorted({group.tensor_parallel_size for group in stage.replicas})
-        if problem.shard_optimizer and len(degrees) > 1:
-            yield f"stage {number}: replicas of degrees {degrees} share no optimizer state"
+        if own is not None and len(degrees) > 1:
+            yield f"stage {number}: replicas of degrees {degrees} share no states"
         yield from (f"stage {number}: {fault}" for fault in _share_faults(plan, problem, number))
         if stage.recompute not in problem.recompute:
             yield f"stage {number} recomputes ({stage.recompute}), which was not asked for"
 
 
 def _share_faults(plan: Plan, problem: ParallelProblem, number: int) -> Iterator[str]:
-    """List what is wrong with the shares of the optimizer's state that a plan states of a stage."""
+    """List what is wrong with the shares of states that a plan states of a stage."""
     stage = plan.stages[number]
     shares = [group.state_share_bytes for group in stage.replicas]
-    if set(shares) == {None}:
+    if set(shares) == {None} and plan.shard is None:
         return
-    if not problem.shard_optimizer or plan.num_model_chunks > 1 or None in shares:
+    if shared_by(plan) is None or plan.num_model_chunks > 1 or None in shares:
         yield "state_share_bytes are of all replicas that share the state, of a stage a device"
         return
     held = sum(g.num_replicas * (g.state_share_bytes or 0) for g in stage.replicas)
@@ -330,6 +377,9 @@ def _counted(plan: Plan, problem: ParallelProblem) -> Plan:
         replace(
             stage,
             compute_seconds=_compute(plan, problem, number),
+            gather_seconds=None
+            if plan.shard is None
+            else _with_gathers(plan, problem, number) - _compute(plan, problem, number),
             transfer_seconds=_transfer(plan, problem, number),
             reduce_seconds=_reduce(plan, problem, number),
             update_seconds=_update(plan, problem, number),
@@ -443,8 +493,12 @@ def _start(plan: Plan, number: int) -> int:
 
 
 def _compute(plan: Plan, problem: ParallelProblem, number: int) -> float:
-    stage, start = plan.stages[number], _start(plan, number)
-    slowest = 0.0
+    return max(sum(both) for both in _passes(plan, problem, number))
+
+
+def _passes(plan: Plan, problem: ParallelProblem, number: int) -> list[tuple[float, float]]:
+    """Seconds of the forward and the backward pass of a microbatch, on each kind of replica."""
+    stage, start, found = plan.stages[number], _start(plan, number), []
     for group in stage.replicas:
         times = _times(plan, problem, group)
         forward = sum(_of(stage, times.forward_seconds, start))
@@ -453,26 +507,63 @@ def _compute(plan: Plan, problem: ParallelProblem, number: int) -> float:
             backward += forward
         if stage.recompute == "selective":
             backward += sum(_of(stage, times.core_seconds, start))
-        slowest = max(slowest, forward + backward)
-    return slowest
+        found.append((forward, backward))
+    return found
+
+
+def _with_gathers(plan: Plan, problem: ParallelProblem, number: int) -> float:
+    """Seconds of a microbatch's passes on a stage, and of what they wait for of shared weights.
+
+    The forward pass gathers all repeated layers; the backward pass does so again, twice where it
+    recomputes them, and reduces their gradients. Nothing hides the gather of the first.
+    """
+    if plan.shard is None:
+        return _compute(plan, problem, number)
+    _, layers = _shared_units(plan, problem, number)
+    whole, again = _sent(plan, problem, number, layers), plan.stages[number].recompute == "full"
+    first = _sent(plan, problem, number, sorted(layers)[-1:])
+    return first + max(
+        max(forward, whole) + max(backward, (3 if again else 2) * whole)
+        for forward, backward in _passes(plan, problem, number)
+    )
+
+
+def _shared_units(
+    plan: Plan, problem: ParallelProblem, number: int
+) -> tuple[list[float], list[float]]:
+    """Bytes of a stage that are in no repeated layer, if any, and of each repeated layer."""
+    stage, degree = plan.stages[number], plan.stages[number].replicas[0].tensor_parallel_size
+    sizes = next(s for s in problem.sizes if s.tensor_parallel_size == degree)
+    units = _units(stage.layers, _of(stage, sizes.weight_bytes, _start(plan, number)))
+    rest = [units.pop("")] if "" in units else []
+    return rest, list(units.values())
+
+
+def _sent(plan: Plan, problem: ParallelProblem, number: int, units: Sequence[float]) -> float:
+    """Seconds in which the owners of some units send their parts of them, or get their sums.
+
+    Each of the d owners of a unit begins a message, and all parts cross the slowest link once.
+    """
+    owners = plan.stages[number].num_replicas
+    return max(
+        sum(owners * link.latency_seconds + unit / link.coefficients[0] for unit in units)
+        for link in _ring_curves(plan, problem, number)
+    )
 
 
 def _update(plan: Plan, problem: ParallelProblem, number: int) -> float:
     stage, start = plan.stages[number], _start(plan, number)
     longest = 0.0
     for group in stage.replicas:
-        table, part = _times(plan, problem, group).update_seconds, 1.0
-        if problem.shard_optimizer:
-            part = 1 / stage.num_replicas
-        if group.state_share_bytes is not None:
-            sizes = next(
-                s for s in problem.sizes if s.tensor_parallel_size == group.tensor_parallel_size
-            )
-            part = group.state_share_bytes / sum(_of(stage, sizes.weight_bytes, start))
+        table, part = (
+            _times(plan, problem, group).update_seconds,
+            _part(plan, problem, number, group),
+        )
         whole = table[start] if problem.cost_rule == "sailor" else sum(_of(stage, table, start))
         longest = max(longest, part * whole)
     # Each replica updates its share; all shares together go round the ring of replicas once.
-    return longest + (_ring(plan, problem, number, rounds=1) if problem.shard_optimizer else 0.0)
+    sends = shared_by(plan) in ("optimizer", "gradients")
+    return longest + (_ring(plan, problem, number, rounds=1) if sends else 0.0)
 
 
 def _transfer(plan: Plan, problem: ParallelProblem, number: int) -> float:
@@ -546,8 +637,14 @@ def _curves_between(problem: ParallelProblem, types: set[str]) -> list[LinkCurve
 
 
 def _reduce(plan: Plan, problem: ParallelProblem, number: int) -> float:
-    """Seconds of a stage's sums: every byte goes round twice, or once where one replica gets it."""
-    return _ring(plan, problem, number, rounds=1 if problem.shard_gradients else 2)
+    """Seconds of a stage's sums: every byte goes round twice, or once where one replica gets it.
+
+    Where weights are shared: the rest, gathered and reduced once a step, and the last reduction.
+    """
+    if plan.shard is not None:
+        rest, layers = _shared_units(plan, problem, number)
+        return _sent(plan, problem, number, [*rest, *rest, *sorted(layers)[-1:]])
+    return _ring(plan, problem, number, rounds=1 if shared_by(plan) == "gradients" else 2)
 
 
 def _ring(plan: Plan, problem: ParallelProblem, number: int, *, rounds: int) -> float:
@@ -567,18 +664,23 @@ def _ring(plan: Plan, problem: ParallelProblem, number: int, *, rounds: int) -> 
         buckets.append(float(problem.bucket_bytes))
         left -= problem.bucket_bytes
     buckets.append(left)
-    curves = [
-        next(x.curve for x in _pool(problem, group).links if x.tensor_parallel_size == 1)
-        for group in stage.replicas
-    ]
-    near = _pool(problem, stage.replicas[0]).inside
-    if near is not None and _lies_in_a_server(problem, stage):
-        curves = [near]
-    curves += _curves_between(problem, {group.device_type for group in stage.replicas})
     return max(
         sum(
             rounds * (replicas - 1) * definitions.curve_seconds(curve, bucket / replicas)
             for bucket in buckets
         )
-        for curve in curves
+        for curve in _ring_curves(plan, problem, number)
     )
+
+
+def _ring_curves(plan: Plan, problem: ParallelProblem, number: int) -> list[LinkCurve]:
+    """The links that a stage's replicas cross."""
+    stage = plan.stages[number]
+    near = _pool(problem, stage.replicas[0]).inside
+    if near is not None and _lies_in_a_server(problem, stage):
+        return [near]
+    curves = [
+        next(x.curve for x in _pool(problem, group).links if x.tensor_parallel_size == 1)
+        for group in stage.replicas
+    ]
+    return curves + _curves_between(problem, {group.device_type for group in stage.replicas})

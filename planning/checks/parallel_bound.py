@@ -15,6 +15,7 @@ suffices; a narrow one is searched stage by stage, from the last one on.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import nlargest
 from itertools import combinations, pairwise, product
 from math import ceil, inf, prod
 from typing import Any
@@ -22,6 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...schema.choices import Shard
+from ...schema.layer_trace import unit_of
 from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, Recompute
 from ...schema.plan import PricedPlans
 from . import definitions
@@ -53,14 +56,22 @@ def is_proved(problem: ParallelProblem, bound: float, nodes: Sequence[PricedPlan
     left = _Left(min(LEAST_WORK + WORK_OF_A_NODE * len(nodes), MOST_WORK))
     if not problem.hides_messages:
         return False
-    searches = _searches(problem) if 1 in problem.num_model_chunks else ()
-    of_search: dict[tuple[int, int], list[PricedPlans]] = {}
+    each = [replace(problem, shards=(shard,)) for shard in problem.shards]
+    of_search: dict[tuple[Shard | None, int, int], list[PricedPlans]] = {}
     for node in nodes:
-        of_search.setdefault((node.microbatch_size, node.num_replicas), []).append(node)
+        shard = node.shard if len(each) > 1 else problem.shard
+        key = shard, node.microbatch_size, node.num_replicas
+        of_search.setdefault(key, []).append(node)
     try:
-        return _has_no_chunks(problem, below, left) and all(
-            search.is_refuted(below, of_search.get((search.size, search.replicas), []), left)
-            for search in searches
+        return all(
+            _has_no_chunks(own, below, left)
+            and all(
+                search.is_refuted(
+                    below, of_search.get((own.shard, search.size, search.replicas), []), left
+                )
+                for search in (_searches(own, fewest) if 1 in problem.num_model_chunks else ())
+            )
+            for own, fewest in zip(each, (1, *(2 for _ in each)), strict=False)
         )
     except _Undecided:
         return False
@@ -87,6 +98,7 @@ class _Option:
     Attributes:
         compute: Seconds of a microbatch's passes.
         output: [places] seconds of a message over its own link.
+        forward: Seconds of the forward pass alone.
         update: Seconds of the update, with what a sharded optimizer exchanges left out.
         most_in_flight: Microbatches that fit beside all else, where replicas share states equally.
         held: Bytes beside microbatches and shared states.
@@ -98,6 +110,7 @@ class _Option:
     degree: int
     recompute: Recompute
     compute: Table
+    forward: Table
     output: Table
     update: Table
     most_in_flight: Table
@@ -121,8 +134,10 @@ class _Cells:
         return _Cells(*(getattr(self, name)[chosen] for name in self.__slots__))
 
 
-def _searches(problem: ParallelProblem) -> "Iterator[_Search]":
+def _searches(problem: ParallelProblem, least: int) -> "Iterator[_Search]":
     """Each microbatch size with each number of replicas, but for those that others stand for.
+
+    One replica shares nothing: of the ways to share, one stands for it.
 
     A plan stays one without some of its replicas, if as many microbatches are left to each. Its
     all-reduce then takes no longer, unless it leaves a server or a link's rate falls with size.
@@ -130,11 +145,11 @@ def _searches(problem: ParallelProblem) -> "Iterator[_Search]":
     devices = sum(pool.num_devices for pool in problem.pools)
     curves = [link.curve for pool in problem.pools for link in pool.links]
     curves += [link.curve for link in problem.between]
-    is_plain = not problem.shard_optimizer and all(len(c.coefficients) == 1 for c in curves)
+    is_plain = problem.shard is None and all(len(c.coefficients) == 1 for c in curves)
     for size in _sizes(problem):
         tables = list[_Option]()
         units, fewest = ceil(problem.global_batch_size / size), dict[tuple[Any, ...], int]()
-        for replicas in range(1, min(devices, units) + 1):
+        for replicas in range(least, min(devices, units) + 1):
             inside = tuple(
                 pool.devices_per_server % (t.tensor_parallel_size * replicas) == 0
                 for pool in problem.pools
@@ -144,7 +159,7 @@ def _searches(problem: ParallelProblem) -> "Iterator[_Search]":
             key = (ceil(units / replicas), inside)
             if is_plain and fewest.setdefault(key, replicas) < replicas:
                 continue
-            if not tables or problem.shard_optimizer:
+            if not tables or problem.shard is not None:
                 tables = list(_options(problem, size, replicas))
             yield _Search(problem, tables, size, replicas)
 
@@ -174,7 +189,8 @@ def _options(problem: ParallelProblem, size: int, replicas: int) -> Iterator[_Op
                 }.get(recompute, (0.0,) * len(problem.layers))
                 passes = np.array([times.forward_seconds, times.backward_seconds, again])
                 yield _Option(
-                    number, degree, recompute, _between(passes.sum(axis=0)), output,
+                    number, degree, recompute, _between(passes.sum(axis=0)),
+                    _between(times.forward_seconds), output,
                     _between(times.update_seconds),
                     *_memory(problem, pool, held[0], size, replicas, recompute),
                 )  # fmt: skip
@@ -213,9 +229,13 @@ def _memory(
     """``_Option``'s tables from ``most_in_flight`` on."""
     weights = _between(sizes.weight_bytes)
     state = problem.state_bytes_per_weight_byte
-    held = (problem.bytes_per_weight_byte - state) * weights + problem.reserved_bytes
-    states = state * np.where(np.isfinite(weights), weights, 0.0)
+    whole = np.where(np.isfinite(weights), weights, 0.0)
+    held = (problem.bytes_per_weight_byte - state) * whole + problem.reserved_bytes
+    held, states = np.where(np.isfinite(weights), held, inf), state * whole
     largest = state * _largest(sizes.weight_bytes)
+    if problem.shard == "all":  # which cuts layers
+        largest = np.zeros_like(largest)
+        held = held + (2 * _units_of(problem, sizes)[4] if replicas > 1 else 0.0)
     each = size * _between(sizes.stashed_bytes)
     if recompute == "selective":
         each = size * _between(sizes.selective_bytes)
@@ -230,6 +250,29 @@ def _memory(
     room = pool.memory_bytes * (1 + _NEAR) - held
     room = room - ((states - largest) / replicas + largest)
     return _times_in(room, each), held, each, states, largest
+
+
+def _units_of(problem: ParallelProblem, sizes: Any) -> tuple[Table, ...]:
+    """[start, end] what stages have of layers that share weights.
+
+    Bytes and number of repeated layers, bytes of the largest, and of the rest; and bytes that are
+    whole at a time.
+    """
+    places = len(problem.layers) + 1
+    tables = tuple(np.zeros((places, places)) for _ in range(5))
+    for start in range(places):
+        units: dict[str, float] = {}
+        rest = 0.0
+        for end in range(start + 1, places):
+            size, unit = float(sizes.weight_bytes[end - 1]), unit_of(problem.layers[end - 1])
+            rest += 0.0 if unit else size
+            if unit and size:
+                units[unit] = units.get(unit, 0.0) + size
+            first, second = nlargest(2, [0.0, 0.0, *units.values()])
+            row = sum(units.values()), len(units), first, rest, rest + first + second
+            for table, value in zip(tables, row, strict=True):
+                table[start, end] = value
+    return tables
 
 
 def _times_in(room: Table, each: Table) -> Table:
@@ -258,6 +301,8 @@ class _Search:
         self.pools = np.array([option.pool for option in options], dtype=int)
         self.degrees = np.array([option.degree for option in options], dtype=float)
         self._rings: dict[tuple[tuple[LinkCurve, ...], int], Table] = {}
+        self._units: dict[int, tuple[Table, ...]] = {}
+        self.shares_weights = problem.shard == "all" and replicas > 1
         self.unlike = tuple(self._pairs_of_unlike_memory())
         # Of each option with any other.
         self.in_flight = np.array([option.most_in_flight for option in options])
@@ -322,12 +367,49 @@ class _Search:
     @cached_property
     def seconds(self) -> Table:
         """[options, start, end] of stages with their messages, over links as fast as their own."""
-        return np.array([o.compute + o.output[None, :] + o.output[:, None] for o in self.options])
+        passes = zip(self.options, self.compute, strict=True)
+        return np.array([own + o.output[None, :] + o.output[:, None] for o, own in passes])
 
     @cached_property
     def compute(self) -> Table:
-        """[options, start, end] of the passes of stages, which T is one of."""
-        return np.array([option.compute for option in self.options])
+        """[options, start, end] of the passes of stages, which T is one of.
+
+        Where weights are shared, with the least of what they wait for.
+        """
+        found = []
+        for option in self.options:
+            own = self.curves((option,))
+            rings = [own, [_link_of_one(self.problem.pools[option.pool])]]
+            found.append(np.min([self.with_gathers(option, ring) for ring in rings], axis=0))
+        return np.array(found)
+
+    def with_gathers(self, option: _Option, curves: Sequence[LinkCurve]) -> Table:
+        """[start, end] passes over links that the replicas cross, and what they wait for."""
+        if not self.shares_weights:
+            return option.compute
+        layers, number, largest, _, _ = self.units(option.degree)
+        whole = self._over(curves, layers, number)
+        first = self._over(curves, largest, 1.0 * (largest > 0))
+        again = 3 if option.recompute == "full" else 2
+        with np.errstate(invalid="ignore"):
+            back = option.compute - option.forward
+        found = np.maximum(option.forward, whole) + np.maximum(back, again * whole) + first
+        return np.where(np.isfinite(option.compute), found, inf)
+
+    def units(self, degree: int) -> tuple[Table, ...]:
+        """``_units_of`` at a degree."""
+        if degree not in self._units:
+            sizes = next(s for s in self.problem.sizes if s.tensor_parallel_size == degree)
+            self._units[degree] = _units_of(self.problem, sizes)
+        return self._units[degree]
+
+    def _over(self, curves: Sequence[LinkCurve], size: Table, number: Table) -> Table:
+        """[start, end] seconds of so many units, of so many bytes in all, on the slowest link."""
+        each = [
+            self.replicas * number * c.latency_seconds + size / c.coefficients[0] for c in curves
+        ]
+        found: Table = np.max(each, axis=0)
+        return found
 
     @cached_property
     def exchange(self) -> Table:
@@ -349,17 +431,23 @@ class _Search:
 
     def update(self, option: _Option, ring: Table) -> Table:
         """[start, end] the update; a sharded optimizer's with what its replicas send."""
-        if not self.problem.shard_optimizer:
+        if self.problem.shard is None:
             return option.update
         found: Table = option.update / self.replicas + self.gathers(ring)
         return found
 
     def gathers(self, ring: Table) -> Table:
-        """Seconds of one more round of a ring, from those of its sums."""
-        return ring if self.problem.shard_gradients else ring / 2
+        """Seconds of sending what was updated, from those of the sums: one more round of a ring."""
+        if self.problem.shard == "all":
+            return 0.0 * np.where(np.isfinite(ring), ring, 0.0)
+        return ring if self.problem.shard == "gradients" else ring / 2
 
     def ring(self, options: tuple[_Option, ...]) -> Table:
         """[start, end] seconds of the all-reduce of a stage's replicas."""
+        return self._ring_over(self.curves(options), min(option.degree for option in options))
+
+    def curves(self, options: tuple[_Option, ...]) -> list[LinkCurve]:
+        """The links that replicas of some options cross."""
         degree = min(option.degree for option in options)
         pools = [self.problem.pools[option.pool] for option in options]
         curves = [_link_of_one(pool) for pool in pools]
@@ -369,13 +457,16 @@ class _Search:
             curves = [near] if pools[0].devices_per_server % together == 0 else curves
         names = {pool.device_type for pool in pools}
         both = [x.curve for x in self.problem.between if {*x.device_types} <= names]
-        curves += both if len(pools) > 1 else []
-        return self._ring_over(curves, degree)
+        return curves + (both if len(pools) > 1 else [])
 
     def _ring_over(self, curves: Sequence[LinkCurve], degree: int) -> Table:
         sizes = next(s for s in self.problem.sizes if s.tensor_parallel_size == degree)
         whole = _between(sizes.weight_bytes)
         key = (tuple(curves), degree)
+        if self.shares_weights:
+            _, _, largest, rest, _ = self.units(degree)
+            once = self._over(curves, 2 * rest + largest, 2.0 * (rest > 0) + (largest > 0))
+            return np.where(np.isfinite(whole), once, inf)
         if key not in self._rings:
             known, where = np.unique(whole, return_inverse=True)
             taken = [self._ring_seconds(curves, float(each)) for each in known]
@@ -392,7 +483,8 @@ class _Search:
             sum(n * definitions.curve_seconds(c, each / self.replicas) for n, each in buckets if n)
             for c in curves
         )
-        return (1 if self.problem.shard_gradients else 2) * (self.replicas - 1) * slowest
+        rounds = 1 if self.problem.shard == "gradients" else 2
+        return rounds * (self.replicas - 1) * slowest
 
     @property
     def _room(self) -> float:
@@ -558,7 +650,12 @@ class _Search:
         return found
 
     def _snapped(self, cells: _Cells) -> _Cells:
-        """The cells with ends at times that there are, without those that have none."""
+        """The cells with ends at times that there are, without those that have none.
+
+        Where weights are shared, times of stages of two types depend on both.
+        """
+        if self.shares_weights:
+            return cells
         first = np.searchsorted(self.levels, cells.low * (1 + 1e-12), side="right")
         last = np.searchsorted(self.levels, cells.high * (1 + 1e-12), side="right") - 1
         there = first <= last
@@ -701,7 +798,13 @@ class _Stages:
         def most(table: Table) -> Table:
             return np.array([table[list(kind.options)].max(axis=0) for kind in self._kinds])
 
-        self._compute = most(np.array([o.compute for o in options]))
+        self._compute = most(search.compute)
+        if search.shares_weights:
+            for number, kind in enumerate(self._kinds):
+                both = tuple(options[o] for o in kind.options)
+                curves = search.curves(both)
+                each = [search.with_gathers(option, curves) for option in both]
+                self._compute[number] = np.max(each, axis=0)
         self._output = most(np.array([o.output for o in options]))
         fits = np.array([o.most_in_flight for o in options])
         self._fits = np.array([fits[list(kind.options)].min(axis=0) for kind in self._kinds])
@@ -715,7 +818,7 @@ class _Stages:
             [search.ring(tuple(options[o] for o in kind.options)) for kind in self._kinds]
         )
         own = most(np.array([search.update(o, np.zeros_like(o.update)) for o in options]))
-        shared = search.problem.shard_optimizer
+        shared = search.problem.shard is not None
         self._update = own + (search.gathers(self._ring) if shared else 0.0)
         one = cell.prices[search.pools] * search.degrees
         self._price = np.array(
@@ -841,7 +944,7 @@ def _kinds_of(search: _Search) -> Iterator[_Kind]:
     for one, other in combinations(range(len(options)), 2 if d > 1 else len(options) + 1):
         first, second = options[one], options[other]
         alike = first.recompute == second.recompute
-        if search.problem.shard_optimizer:
+        if search.problem.shard is not None:
             alike &= first.degree == second.degree
         if alike and first.pool != second.pool:
             yield _Kind((one, other))
@@ -863,7 +966,7 @@ def _has_no_chunks(problem: ParallelProblem, below: float, left: _Left) -> bool:
 
     The update and the all-reduce of the fullest position are at least those of the mean one.
     """
-    chunks = [v for v in problem.num_model_chunks if v > 1]
+    chunks = [v for v in problem.num_model_chunks if v > 1 and problem.shard != "all"]
     for size in _sizes(problem) if chunks else ():
         units, devices = (
             ceil(problem.global_batch_size / size),
@@ -919,13 +1022,13 @@ class _Slowest:
         inside = pool.inside is not None and not pool.devices_per_server % (d * self._option.degree)
         curve = pool.inside if inside and pool.inside is not None else _link_of_one(pool)
         if len(curve.coefficients) > 1:
-            return update / (d if search.problem.shard_optimizer else 1)
+            return update / (1 if search.problem.shard is None else d)
         weights = next(
             sum(s.weight_bytes)
             for s in search.problem.sizes
             if s.tensor_parallel_size == self._option.degree
         )
         once = (d - 1) * weights / positions / d / curve.coefficients[0]
-        if not search.problem.shard_optimizer:
+        if search.problem.shard is None:
             return update + 2 * once
-        return update / d + (2 if search.problem.shard_gradients else 3) * once
+        return update / d + (2 if search.problem.shard == "gradients" else 3) * once

@@ -54,7 +54,7 @@ _STATED = {
     "parallel": {
         "plan": f"{_OF_CUTS} sequence_parallel shard_optimizer shard_gradients alternatives "
         "with_more_devices",
-        "stage": f"{_OF_STAGES} transfer_seconds",
+        "stage": f"{_OF_STAGES} transfer_seconds shard gather_seconds",
         "replicas": f"{_OF_REPLICAS} tensor_parallel_size memory_bytes state_share_bytes "
         "first_device devices",
         "predicted": f"{_STEP} {_PARTS} bubble_fraction",
@@ -324,7 +324,8 @@ def _broken(plan: Plan) -> Iterator[str]:
                 yield f"{used} {name} are used, the pool has {asked.devices.get(name, 0)}"
         if plan.cluster is not None and plan.cluster.num_devices != asked.devices:
             yield "devices are not those of cluster"
-    if asked.shard not in (None, plan.shard):
+    is_alone = bool(plan.layers) and all(stage.num_replicas == 1 for stage in plan.stages)
+    if asked.shard not in (None, plan.shard) and not (is_alone and plan.shard is None):
         yield f"shard is {asked.shard}, the plan has {plan.shard}"
     counts = {
         "microbatch_size": plan.microbatch_size,

@@ -1,7 +1,15 @@
 """Seconds of a stage's messages and all-reduces, with pipeline, tensor and data parallelism."""
 
-from ...schema.parallel import CostRule, LinkCurve, ParallelProblem
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...schema.layer_trace import unit_of
+from ...schema.parallel import CostRule, LinkCurve, ParallelProblem, Recompute
 from .comm import collective_seconds
+from .sharding import owners_seconds
 
 
 def bubble_fraction(
@@ -35,15 +43,111 @@ def bucketed_ring_seconds(
 
 def ring_rounds(problem: ParallelProblem) -> int:
     """How often gradients go round the ring of replicas: once where only one gets each sum."""
-    return 1 if problem.shard_gradients else 2
+    return 2 if problem.shard in (None, "optimizer") else 1
 
 
 def gather_ratio(problem: ParallelProblem) -> float:
     """Seconds in which replicas send each other what each has updated, over those of their sums.
 
     That is an all-gather of as many bytes as were summed (ZeRO-1): one more round of the ring.
+    Weights that are shared are not sent when they are updated.
     """
-    return 1 / ring_rounds(problem) if problem.shard_optimizer else 0.0
+    return 0.0 if problem.shard in (None, "all") else 1 / ring_rounds(problem)
+
+
+class SharedUnits(NamedTuple):
+    """What stages [starts, ends] have of units that share their weights; empty stages nothing.
+
+    Each repeated layer is gathered and reduced by itself, in every pass. The rest is whole during a
+    step. ``gathered_bytes`` are whole at a time: the rest, and the two largest repeated layers.
+    """
+
+    layer_bytes: np.ndarray
+    num_layers: np.ndarray
+    largest_bytes: np.ndarray
+    rest_bytes: np.ndarray
+    gathered_bytes: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def shared_units(layers: tuple[str, ...], weight_bytes: tuple[int, ...]) -> SharedUnits:
+    """The units of all stages of these layers, of which several may be in one repeated layer."""
+    size = len(layers) + 1
+    tables = SharedUnits(*(np.zeros((size, size)) for _ in SharedUnits._fields))
+    units = [unit_of(name) for name in layers]
+    held = {unit: np.zeros(size) for unit in units}  # [starts] bytes so far
+    number = {unit: place for place, unit in enumerate(held)}
+    repeated, rest, count, largest, second = np.zeros((5, size))
+    owner = np.full(size, -1)  # the largest repeated layer
+    for place, (unit, added) in enumerate(zip(units, weight_bytes, strict=True)):
+        more = (np.arange(size) <= place) * added
+        if unit:
+            now = held[unit]
+            count += (now == 0) & (more > 0)
+            now += more
+            repeated += more
+            ahead = np.maximum(second, np.minimum(now, largest))
+            second = np.where(owner == number[unit], second, ahead)
+            owner = np.where(now > largest, number[unit], owner)
+            largest = np.maximum(largest, now)
+        else:
+            rest += more
+        columns = repeated, count, largest, rest, rest + largest + second
+        for table, column in zip(tables, columns, strict=True):
+            table[:, place + 1] = column
+    return tables
+
+
+def shared_seconds(
+    units: SharedUnits, num_replicas: int, links: Sequence[LinkCurve]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds of transfers of stages [starts, ends] that share weights.
+
+    Args:
+        units: Of the device's tensor-parallel degree.
+        num_replicas: d, which share them.
+        links: Those that the replicas cross, of one rate each; the slowest counts.
+
+    Returns:
+        To gather all repeated layers once, which is as long as to reduce their gradients; to gather
+        the largest; and what a step adds: the rest gathered and reduced, and the last reduction.
+    """
+    layers, number, largest, rest, _ = units
+
+    def slowest(num_bytes: np.ndarray, num_units: np.ndarray) -> np.ndarray:
+        taken: np.ndarray = np.max(
+            [
+                owners_seconds(
+                    num_bytes, num_units, num_replicas, link.latency_seconds, link.coefficients[0]
+                )
+                for link in links
+            ],
+            axis=0,
+        )
+        return taken
+
+    once = slowest(2 * rest + largest, 2 * (rest > 0) + (largest > 0))
+    return slowest(layers, number), slowest(largest, largest > 0), once
+
+
+def shared_pass_seconds(
+    forward: Any, backward: Any, gather: Any, first: Any, *, recompute: Recompute
+) -> Any:
+    """What transfers of shared weights add to a microbatch's passes on a stage.
+
+    A forward pass gathers each repeated layer, one ahead of what runs. A backward pass gathers it
+    again, once more where all is recomputed, and reduces its gradient. Each takes the longer of
+    itself and its transfers; nothing hides the first gather.
+
+    Args:
+        forward: Seconds of the forward pass.
+        backward: Seconds of the backward pass, with what it recomputes.
+        gather: Seconds to gather all repeated layers once.
+        first: Seconds to gather the largest one.
+        recompute: What the backward pass computes again.
+    """
+    back = (3 if recompute == "full" else 2) * gather
+    return np.maximum(gather - forward, 0.0) + np.maximum(back - backward, 0.0) + first
 
 
 def transfer_seconds(

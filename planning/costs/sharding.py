@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from math import ceil
+from typing import Any
 
 from ...schema.choices import Shard
 from ...schema.layers import unit_of
@@ -155,12 +156,22 @@ def transfer_seconds(problem: ShardedProblem, num_bytes: int, num_units: int) ->
     """Time to gather, or to reduce, so many bytes of weights over all devices of the pool.
 
     Shares are unlike, so each owner sends its part to the others, or receives their sum: one
-    pipelined broadcast, or reduction, for an owner. All parts together cross every link once.
+    pipelined broadcast, or reduction, for an owner.
     """
     if problem.bytes_per_second is None:
         return 0.0
-    messages = num_units * problem.num_devices * problem.latency_seconds
-    return messages + num_bytes / problem.bytes_per_second
+    link = problem.latency_seconds, problem.bytes_per_second
+    return owners_seconds(num_bytes, num_units, problem.num_devices, *link)
+
+
+def owners_seconds(
+    num_bytes: Any, num_units: Any, num_owners: int, latency: float, bytes_per_second: float
+) -> Any:
+    """Time in which each owner of a part of some units sends it to the others, or gets its sum.
+
+    Numbers, or arrays of them. All parts of a unit together cross every link once.
+    """
+    return num_units * num_owners * latency + num_bytes / bytes_per_second
 
 
 def transfers(problem: ShardedProblem, shard: Shard) -> tuple[float, float, float]:

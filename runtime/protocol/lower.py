@@ -132,6 +132,11 @@ def _check_layers(plan: Plan) -> None:
             "by torch.export, whose graph does not show where sequence parallelism begins",
             hint=f"solve with {option('sequence_parallel', False)}",
         )
+    if plan.shard is not None:
+        raise ProblemError(
+            "replicas of stages that share weights are not trained yet",
+            hint=f"solve with {option('shard', 'gradients')}",
+        )
     most = max(stage.num_replicas for stage in plan.stages)
     if plan.num_microbatches < most:
         raise ProblemError(

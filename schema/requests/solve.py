@@ -139,12 +139,12 @@ class SolveRequest:
         AnyShard,
         Option(
             read_by=("sharded", "parallel"),
-            values={"none": ALL, "all": ("sharded",), "auto": ("sharded",)},
+            values={"none": ALL},
             open_values=("none",),
             panel=SPLIT,
             help="What devices share of the states, by their memory: the optimizer's, also "
-            "gradients, or all, weights too (ZeRO 1 to 3); auto: the fastest that fits. Replicas "
-            "of a stage share the first two.",
+            "gradients, or all, weights too (ZeRO 1 to 3); auto: the fastest that fits. In plans "
+            "with stages the replicas of each stage share them.",
         ),
     ] = "none"
     method: Annotated[

@@ -214,6 +214,13 @@ class Relaxation:
         self.before = np.array([back - sums for sums, _, back in times])
         hides = self.problem.hides_messages
         self.alone = _alone(self.space, tuple(self.numbers), hides_messages=hides)
+        if self.shares_weights:
+            self.alone = self.alone + [self.rings.least_waits(option) for option in options]
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether passes wait for transfers of weights, over links that depend on the replicas."""
+        return self.problem.shard == "all" and self.num_replicas > 1
 
     @property
     def size(self) -> int:
@@ -413,7 +420,7 @@ class Relaxation:
     def _snapped(self, low: float, high: float) -> tuple[float, float]:
         """The least and the greatest time of a stage within these caps; they cross where none."""
         levels = stage_levels(self.space, self.problem.hides_messages)
-        if levels is None:
+        if levels is None or self.shares_weights:
             return low, high
         first = int(np.searchsorted(levels, low / _SLACK))
         last = int(np.searchsorted(levels, high * _SLACK, side="right")) - 1

@@ -7,10 +7,15 @@ from math import inf
 
 import numpy as np
 
-from ...planning.costs.parallel_stage import ring_rounds
+from ...planning.costs.parallel_stage import (
+    ring_rounds,
+    shared_pass_seconds,
+    shared_seconds,
+    shared_units,
+)
 from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, is_inside
 from ..effort import DEFAULT, Effort
-from .space import OptionSpace
+from .space import OptionSpace, StageOption
 
 
 def ring_link(pool: ParallelPool, tensor_parallel_size: int, num_replicas: int) -> LinkCurve:
@@ -38,6 +43,7 @@ class Rings:
     ) -> None:
         self._problem, self._d, self._effort = problem, num_replicas, effort
         self._tables: dict[tuple[tuple[LinkCurve, ...], int], np.ndarray] = {}
+        self._waits: dict[tuple[int, tuple[LinkCurve, ...]], np.ndarray] = {}
 
     def table(self, pools: tuple[int, ...], degree: int) -> np.ndarray:
         """Seconds of the all-reduce of stages on devices of these pools [starts, ends]."""
@@ -62,7 +68,40 @@ class Rings:
         options = [space.options[o] for o in mix]
         degree = min(option.tensor_parallel_size for option in options)
         links = self._links(tuple(option.pool for option in options), degree)
+        if self._problem.shard == "all":
+            return float(self._table(links, degree)[start, end])
         return float(self._seconds(links, degree, [start, end])[0, 1])
+
+    def waits(self, option: StageOption, pools: tuple[int, ...]) -> np.ndarray:
+        """What transfers of shared weights add to passes of stages [starts, ends].
+
+        Args:
+            option: That makes the passes, and shares weights.
+            pools: Of all replicas of the stage.
+        """
+        return self._waits_over(option, self._links(pools, option.tensor_parallel_size))
+
+    def least_waits(self, option: StageOption) -> np.ndarray:
+        """``waits`` at least, whatever other type has replicas of the stage."""
+        pool = self._problem.pools[option.pool]
+        alone = self.waits(option, (option.pool,))
+        least: np.ndarray = np.minimum(alone, self._waits_over(option, (pool.link(1),)))
+        return least
+
+    def _waits_over(self, option: StageOption, links: tuple[LinkCurve, ...]) -> np.ndarray:
+        key = id(option), links
+        if key not in self._waits:
+            self._effort.check()
+            assert option.units is not None
+            forward, passes = (
+                sums[None, :] - sums[:, None]
+                for sums in (np.array(option.forward), np.array(option.seconds))
+            )
+            *transfers, _ = shared_seconds(option.units, self._d, links)
+            self._waits[key] = shared_pass_seconds(
+                forward, passes - forward, *transfers, recompute=option.recompute
+            )
+        return self._waits[key]
 
     def _links(self, pools: tuple[int, ...], degree: int) -> tuple[LinkCurve, ...]:
         """The links of a ring: inside a server, or each type's own and those between types."""
@@ -82,6 +121,11 @@ class Rings:
     def _seconds(
         self, links: tuple[LinkCurve, ...], degree: int, places: "list[int] | slice"
     ) -> np.ndarray:
+        if self._problem.shard == "all" and self._d > 1:
+            sizes = self._problem.sizes_of(degree)
+            assert sizes is not None  # an option has them
+            units = shared_units(self._problem.layers, sizes.weight_bytes)
+            return shared_seconds(units, self._d, links)[2]
         shard, bucket = _gradients(self._problem, degree, places), self._problem.bucket_bytes
         slowest: np.ndarray = np.max(
             [_ring_seconds(shard, self._d, link, bucket) for link in links], axis=0
@@ -137,7 +181,7 @@ def replica_counts(
         fewer = fewest.setdefault(-(-units // replicas), replicas)
         if (
             fewer == replicas
-            or problem.shard_optimizer
+            or problem.shard
             or (is_timed and _may_reduce_faster(problem, fewer, replicas))
         ):
             yield replicas

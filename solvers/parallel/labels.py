@@ -411,13 +411,18 @@ class Labels:
             option = self._options[o]
             own = self._sums[o, end] - self._sums[o, :end]
             compute[o] = np.where(option.fits_before(end, in_flight), own, inf)
-        longest = self._with_messages(compute, slice(None), end)  # what the region's caps are on
-        first, second = self._pairs[..., 0], self._pairs[..., 1]
-        each = np.maximum(compute[first], compute[second])  # [kinds, variants, starts]
+        both = compute[self._pairs]  # [kinds, variants, options, starts]
+        if relaxation.shares_weights:
+            both = both + [
+                [[self._waits(o, kind)[:end, end] for o in pair] for pair in pairs]
+                for kind, pairs in zip(self._kinds, self._pairs, strict=True)
+            ]
+        each = both.max(axis=2)
         best = each.argmin(axis=1)
         rows, starts = np.arange(len(best))[:, None], np.arange(end)[None, :]
         fastest = each[rows, best, starts]
-        alone = np.maximum(longest[first], longest[second])[rows, best, starts]
+        # What the region's caps are on.
+        alone = self._with_messages(both, self._pairs, end).max(axis=2)[rows, best, starts]
         updates = self._update_at[:, :end]
         if not self._sailor:
             updates = self._update_sums[:, end, None] - self._update_sums[:, :end]
@@ -436,11 +441,18 @@ class Labels:
         is_open = extra < inf
         return _Arcs(*(each[is_open] for each in arcs))
 
-    def _with_messages(self, own: np.ndarray, options: "list[int] | slice", end: int) -> np.ndarray:
+    def _waits(self, option: int, kind: _Kind) -> np.ndarray:
+        """What transfers of weights that are shared add to passes [starts, ends]."""
+        pools = tuple(pool for pool, _ in kind.groups)
+        return self._relaxation.rings.waits(self._options[option], pools)
+
+    def _with_messages(
+        self, own: np.ndarray, options: "list[int] | np.ndarray", end: int
+    ) -> np.ndarray:
         """T of stages [options, starts], with their own messages where passes do not hide these."""
         if self._relaxation.problem.hides_messages:
             return own
-        sent = 0.0 if end == self._relaxation.size - 1 else self._own_sent[options, end, None]
+        sent = 0.0 if end == self._relaxation.size - 1 else self._own_sent[options, end][..., None]
         longest: np.ndarray = own + self._own_back[options, :end] + sent
         return longest
 
@@ -473,6 +485,9 @@ class Labels:
                 stages = np.s_[:end, end]
                 fits, *shares = unlike_shares(options[0], options[1], count, stages, in_flight)
                 own = self._sums[both, end, None] - self._sums[both, :end]
+                if self._relaxation.shares_weights:
+                    waits = [self._waits(o, self._kinds[kind])[:end, end] for o in both]
+                    own = own + np.array(waits)
                 alone = self._with_messages(own, both, end)
                 fits &= (alone.max(axis=0) <= region.high_seconds * _SLACK)[:, None]
                 times = [o.times_equal(s.T, stages).T for o, s in zip(options, shares, strict=True)]

@@ -10,13 +10,14 @@ import numpy as np
 
 from ...planning.costs.parallel_stage import gather_ratio, transfer_seconds
 from ...planning.schedules.closed_forms import one_f_one_b_seconds
+from ...schema.choices import Shard
 from ...schema.parallel import ParallelProblem
 from ..effort import DEFAULT, Effort
 from .bound import Path, Relaxation
 from .counts import UndecidedError, deal_to_places
 from .gradients import Rings
 from .labels import Stages
-from .space import ROOM, OptionSpace, unlike_of
+from .space import ROOM, OptionSpace, StageOption, unlike_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class StageChoice:
     mix: tuple[int, ...]
     compute_seconds: float
     transfer_seconds: float
+    gather_seconds: float
     reduce_seconds: float
     update_seconds: float
     shares: tuple[int, ...]
@@ -40,6 +42,7 @@ class FoundPlan:
     """A whole plan, stages from the first to the last."""
 
     step_seconds: float
+    shard: Shard | None
     space: OptionSpace
     num_replicas: int
     num_microbatches: int
@@ -215,7 +218,10 @@ class ReplicaSearch:
                     start=start,
                     end=end,
                     mix=mix,
-                    compute_seconds=max(o.seconds[end] - o.seconds[start] for o in own),
+                    compute_seconds=(
+                        compute := max(o.seconds[end] - o.seconds[start] for o in own)
+                    ),
+                    gather_seconds=self._with_transfers(start, end, own) - compute,
                     transfer_seconds=transfer_seconds(
                         self.problem.cost_rule,
                         output_seconds=[*outputs, 0.0][number],
@@ -231,7 +237,10 @@ class ReplicaSearch:
             )
         waits = 0.0 if self.problem.hides_messages else 1.0
         passes = one_f_one_b_seconds(
-            [one.compute_seconds + waits * one.transfer_seconds for one in chosen],
+            [
+                one.compute_seconds + one.gather_seconds + waits * one.transfer_seconds
+                for one in chosen
+            ],
             [(1.0 - waits) * seconds for seconds in outputs],
             self.num_microbatches,
         )
@@ -256,11 +265,22 @@ class ReplicaSearch:
         dealt = tuple(
             replace(one, replicas=replicas) for one, replicas in zip(chosen, counts, strict=True)
         )
-        return FoundPlan(total, self.space, self.d, self.num_microbatches, dealt)
+        return FoundPlan(
+            total, self.problem.shard, self.space, self.d, self.num_microbatches, dealt
+        )
 
     @cached_property
     def _rings(self) -> Rings:
         return Rings(self.problem, self.d, self.effort)
+
+    def _with_transfers(self, start: int, end: int, options: list[StageOption]) -> float:
+        """Passes of a stage of these options, with what transfers of shared weights add to them."""
+        pools = tuple(option.pool for option in options)
+        return max(
+            option.seconds[end] - option.seconds[start]
+            + (0.0 if option.units is None else float(self._rings.waits(option, pools)[start, end]))
+            for option in options
+        )  # fmt: skip
 
     def _update(
         self, start: int, end: int, mix: tuple[int, ...], shares: tuple[int, ...], reduce: float

@@ -6,7 +6,7 @@ exact over a stated space. The step is that of 1F1B with unlike stages, whose pa
 searched apart (interleaved.py).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
@@ -15,6 +15,8 @@ from math import ceil, inf
 import numpy as np
 
 from ...planning.costs.parallel_stage import bubble_fraction
+from ...planning.costs.sharding import owners_seconds
+from ...schema.choices import Shard
 from ...schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
 from ...schema.options import option
 from ...schema.parallel import ParallelPool, ParallelProblem, parallel_schedule
@@ -34,7 +36,7 @@ from .gradients import replica_counts
 from .interleaved import Interleaved
 from .labels import Labels
 from .search import FoundPlan, ReplicaSearch, StageChoice
-from .space import MOST_TYPES, Spaces, microbatch_sizes
+from .space import MOST_TYPES, OptionSpace, Spaces, microbatch_sizes
 
 NUM_TRIED_FIRST = 32
 """Searches whose simple plans are tried at the start, so that a good one is known early."""
@@ -71,7 +73,7 @@ def solve(
 
     Raises:
         ProblemError: No type was timed at a microbatch size that the batch is large enough for.
-        InfeasibleError: No plan fits the memory; says by how much.
+        InfeasibleError: No plan fits the memory; says by how much, where replicas share the most.
         TooLittleTimeError: ``effort`` stopped the search before it had a plan.
     """
     spaces = Spaces(problem)
@@ -84,19 +86,19 @@ def solve(
         )
     if not any(space.options for space in spaces.alone):
         raise _infeasible(problem, spaces)
-    in_chunks, tried, untried = interleaved.search(problem, spaces, chunked or effort)
+    in_chunks, others = _in_chunks(problem, chunked or effort)
     best, bound, priced = None, inf, tuple[PricedPlans, ...]()
     if 1 in problem.num_model_chunks:
-        limit = _ceiling(problem, spaces) if in_chunks is None else in_chunks.step_seconds
-        best, bound, priced = _search(problem, spaces, effort, limit)
-    taken = best or in_chunks
+        limit = _ceiling(problem, spaces) if in_chunks is None else in_chunks[1].step_seconds
+        best, bound, priced = _search(problem, effort, limit)
+    taken = best or (in_chunks and in_chunks[1])
     if taken is not None:
-        others = interleaved.least_seconds(problem, tried, taken.step_seconds)
-        bound = min(bound, untried, others)
+        bound = min(bound, others(taken.step_seconds))
     if best is not None:
-        return _certified(_plan(problem, best, bound), priced)
+        own = replace(problem, shards=(best.shard,))
+        return _certified(_plan(own, best, bound), priced, problem.shards)
     if in_chunks is not None:
-        return _certified(_interleaved_plan(problem, in_chunks, bound), priced)
+        return _certified(_interleaved_plan(*in_chunks, bound), priced, problem.shards)
     if effort.should_stop():
         raise TooLittleTimeError(
             "the search was stopped before it had a plan", hint="give it more time"
@@ -130,14 +132,39 @@ def least_seconds(problem: ParallelProblem, num_devices: Mapping[str, int]) -> f
     return found
 
 
+def _in_chunks(
+    problem: ParallelProblem, effort: Effort
+) -> "tuple[tuple[ParallelProblem, Interleaved] | None, Callable[[float], float]]":
+    """The best interleaved plan, and what none is faster than that is to beat some seconds.
+
+    They share no weights.
+    """
+    best, searched = None, list[tuple[ParallelProblem, list[interleaved.TriedShape], float]]()
+    for own in problem.by_shard:
+        if own.shard != "all":
+            found, tried, untried = interleaved.search(own, Spaces(own), effort)
+            searched.append((own, tried, untried))
+            if found is not None and (best is None or found.step_seconds < best[1].step_seconds):
+                best = own, found
+
+    def least(below: float) -> float:
+        each = (min(interleaved.least_seconds(*of, below), left) for *of, left in searched)
+        return min(each, default=inf)
+
+    return best, least
+
+
 def _search(
-    problem: ParallelProblem, spaces: Spaces, effort: Effort, limit: float
+    problem: ParallelProblem, effort: Effort, limit: float
 ) -> tuple[FoundPlan | None, float, tuple[PricedPlans, ...]]:
     devices = sum(pool.num_devices for pool in problem.pools)
     tree = _Tree(limit, effort)
-    for size in spaces.microbatch_sizes:
-        for replicas in replica_counts(problem, size, devices):
-            tree.open(ReplicaSearch(problem, spaces.of(size, replicas), replicas, effort))
+    for number, own in enumerate(problem.by_shard):
+        spaces = Spaces(own)
+        for size in spaces.microbatch_sizes:
+            for replicas in replica_counts(own, size, devices):
+                if replicas > 1 or not number:  # one replica shares nothing
+                    tree.open(ReplicaSearch(own, spaces.of(size, replicas), replicas, effort))
     tree.try_first()
     tree.run()
     return tree.best, tree.bound, tree.priced()
@@ -186,6 +213,7 @@ class _Tree:
                     most_stage_seconds=region.high_seconds,
                     most_exchange_seconds=region.high_exchange,
                     device_prices=tuple(map(float, np.maximum(region.prices, 0.0))),
+                    shard=search.problem.shard,
                 )
                 self._closed.append((search, node))
 
@@ -310,11 +338,16 @@ class _Tree:
         return [(least, search, wider if labels.is_over else labels)]
 
 
-def _certified(plan: Plan, priced: tuple[PricedPlans, ...]) -> Plan:
+def _certified(
+    plan: Plan, priced: tuple[PricedPlans, ...], shards: tuple[Shard | None, ...]
+) -> Plan:
     """The plan with a certificate, unless that is larger than a judge replays."""
     if len(priced) > _MOST_PRICED:
         return plan
-    certificate = ParallelCertificate(priced=priced)
+    are_free = len(shards) > 1
+    if not are_free:
+        priced = tuple(replace(node, shard=None) for node in priced)
+    certificate = ParallelCertificate(priced=priced, shards=shards if are_free else ())
     return replace(plan, proof=replace(plan.proof, certificate=certificate))
 
 
@@ -323,18 +356,31 @@ def _ceiling(problem: ParallelProblem, spaces: Spaces) -> float:
     options = [option for space in spaces.alone for option in space.options]
     slowest = max(option.seconds[-1] for option in options)
     messages = max(sum(o.output_seconds) + sum(o.gradient_seconds) for o in options)
+    if "all" in problem.shards:
+        links = [link.curve for pool in problem.pools for link in pool.links]
+        links += [link.curve for link in problem.between]
+        owners, weights = problem.global_batch_size, max(sum(s.weight_bytes) for s in problem.sizes)
+        messages += 3 * sum(
+            owners_seconds(
+                weights, len(problem.layers), owners, link.latency_seconds, link.coefficients[0]
+            )
+            for link in links
+        )
     passes = problem.global_batch_size + 2 * len(problem.layers)
     return 1.0 + 1e3 * passes * (slowest + messages)
 
 
 def _infeasible(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
-    options = [option for space in spaces.alone for option in space.options]
-    if not options:
+    if not any(space.options for space in spaces.alone):
         return InfeasibleError(
             "no tensor-parallel degree is both profiled and within a server",
             hint="profile degree 1, or degrees that divide the devices of a server",
         )
     size = len(problem.layers)
+    options = [
+        option for own in problem.by_shard for space in _most_replicas(own)
+        for option in space.options
+    ]  # fmt: skip
     worst, layer = max(
         (
             min(
@@ -355,19 +401,27 @@ def _infeasible(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
             + _sharding_hint(problem),
         )
     memory = sum(pool.num_devices * (pool.memory_bytes or 0) for pool in problem.pools)
-    weights = min(option.weights[-1] * option.tensor_parallel_size for option in options)
+    alone = [option for space in spaces.alone for option in space.options]
+    weights = min(option.weights[-1] * option.tensor_parallel_size for option in alone)
     aside = problem.reserved_bytes * sum(pool.num_devices for pool in problem.pools)
     missing, pools = missing_bytes(problem), smallest_pools(problem)
-    alone = ", or ".join(f"{number} {name}" for name, number in pools.items())
+    enough = ", or ".join(f"{number} {name}" for name, number in pools.items())
     return InfeasibleError(
         f"no plan fits: weights, gradients and optimizer take {_gib(weights)} and activations come "
         f"on top, the pool has {_gib(memory)}"
         + (f", of which {_gib(aside)} are set aside for workers themselves" if aside else "")
         + ("" if missing is None else f"; every device lacks at least {missing:,} bytes"),
-        hint=(f"take {alone} (the fewest that do)" if alone else "add devices")
+        hint=(f"take {enough} (the fewest that do)" if enough else "add devices")
         + ("" if "full" in problem.recompute else ", or allow recomputation")
         + _sharding_hint(problem),
     )
+
+
+def _most_replicas(problem: ParallelProblem) -> Iterator[OptionSpace]:
+    """The options of as many replicas as the batch is large enough for, at each microbatch size."""
+    spaces = Spaces(problem)
+    for size in spaces.microbatch_sizes:
+        yield spaces.of(size, -(-problem.global_batch_size // size))
 
 
 def _gib(num_bytes: float) -> str:
@@ -375,15 +429,17 @@ def _gib(num_bytes: float) -> str:
 
 
 def _sharding_hint(problem: ParallelProblem) -> str:
-    optimizer = problem.optimizer
-    if problem.shard_optimizer or optimizer is None or not optimizer.state_bytes_per_weight_byte:
+    if "all" in problem.shards or problem.optimizer is None:
         return ""
-    return f", or let replicas share the optimizer's state ({option('shard_optimizer')})"
+    return f", or let replicas of a stage share states ({option('shard', 'auto')})"
 
 
 def _plan(problem: ParallelProblem, found: FoundPlan, bound: float) -> Plan:
     waits = 0.0 if problem.hides_messages else 1.0
-    slowest = max(one.compute_seconds + waits * one.transfer_seconds for one in found.stages)
+    slowest = max(
+        one.compute_seconds + one.gather_seconds + waits * one.transfer_seconds
+        for one in found.stages
+    )
     updated = max(one.update_seconds for one in found.stages)
     passes = found.step_seconds - updated - max(one.reduce_seconds for one in found.stages)
     stages = tuple(
@@ -442,8 +498,8 @@ def _of_stages(
         ),
         proof=_proof(problem, step_seconds, bound),
         optimizer=problem.optimizer,
-        shard_optimizer=problem.shard_optimizer or None,
-        shard_gradients=problem.shard_gradients or None,
+        shard_optimizer=problem.shard in ("optimizer", "gradients") or None,
+        shard_gradients=problem.shard == "gradients" or None,
     )
 
 
@@ -468,8 +524,14 @@ def _stage(problem: ParallelProblem, found: FoundPlan, choice: StageChoice, from
         choice.replicas,
         found.num_microbatches * found.space.microbatch_size,
     )
+    stated: tuple[int | None, ...] = choice.shares or (None,) * len(options)
+    is_whole = options[0].units is None
+    if not is_whole and not choice.shares:
+        whole = options[0].shared[choice.end] - options[0].shared[choice.start]
+        stated = (-(-whole // found.num_replicas),) * len(options)
     return Stage(
         layers=problem.layers[choice.start : choice.end],
+        shard=None if is_whole else problem.shard,
         recompute=options[0].recompute,
         replicas=tuple(
             ReplicaGroup(
@@ -480,19 +542,18 @@ def _stage(problem: ParallelProblem, found: FoundPlan, choice: StageChoice, from
                 virtual_nodes=found.num_microbatches,
                 virtual_node_batch_size=found.space.microbatch_size,
                 memory_bytes=round(
-                    option.stage_memory(*held) if kept is None else option.memory_with(kept, *held)
+                    option.memory_with(kept, *held)
+                    if choice.shares and kept is not None
+                    else option.stage_memory(*held)
                 ),
                 state_share_bytes=kept,
             )
             for option, count, samples, kept in zip(
-                options,
-                choice.replicas,
-                shares,
-                choice.shares or (None,) * len(options),
-                strict=True,
+                options, choice.replicas, shares, stated, strict=True
             )
         ),
         compute_seconds=choice.compute_seconds,
+        gather_seconds=None if is_whole else choice.gather_seconds,
         transfer_seconds=choice.transfer_seconds,
         reduce_seconds=choice.reduce_seconds,
         update_seconds=choice.update_seconds,
@@ -565,12 +626,18 @@ def _placed_sentence(problem: ParallelProblem) -> str:
 
 
 def _sharded_sentence(problem: ParallelProblem) -> str:
-    if not problem.shard_optimizer:
+    if problem.shards == (None,):
         return ""
+    names = {
+        None: "nothing",
+        "optimizer": "the optimizer's state",
+        "gradients": "the optimizer's state and sums of gradients",
+        "all": "weights, gradients and the optimizer's state",
+    }
     return (
-        "; the replicas of a stage have one tensor degree and share the optimizer's state, equally "
-        "or, where that does not fit on both types, as evenly as memory allows"
-        + (", and sums of gradients" if problem.shard_gradients else "")
+        "; the replicas of a stage, of one tensor degree where they share, have in common "
+        f"{' or '.join(names[shard] for shard in problem.shards)} (all stages alike), equally or, "
+        "where that does not fit on both types, as evenly as memory allows"
     )
 
 
@@ -620,7 +687,8 @@ def smallest_pools(problem: ParallelProblem) -> dict[str, int]:
     """
     found = {}
     for pool in problem.pools:
-        fewest = _fewest_devices(problem, pool)
+        each = [_fewest_devices(own, pool) for own in problem.by_shard]
+        fewest = min((number for number in each if number is not None), default=None)
         if fewest is not None:
             found[pool.device_type] = -(-fewest // pool.devices_per_server) * (
                 pool.devices_per_server
@@ -635,18 +703,21 @@ def _might_fit(problem: ParallelProblem, more_bytes: int) -> bool:
         else replace(pool, memory_bytes=pool.memory_bytes + more_bytes)
         for pool in problem.pools
     )
-    larger = replace(problem, pools=pools)
-    devices, spaces = sum(pool.num_devices for pool in pools), Spaces(larger)
+    return any(_may_fit(own) for own in replace(problem, pools=pools).by_shard)
+
+
+def _may_fit(problem: ParallelProblem) -> bool:
+    devices, spaces = sum(pool.num_devices for pool in problem.pools), Spaces(problem)
     for size in spaces.microbatch_sizes:
         if not spaces.of(size).options:
             continue
         for replicas in replica_counts(problem, size, devices, is_timed=False):
             rounds = -(-problem.global_batch_size // (size * replicas))
             most = min(len(problem.layers), devices // replicas, problem.most_stages or devices)
-            if replicas > 1 and rounds >= most and not problem.shard_optimizer:
+            if replicas > 1 and rounds >= most and not problem.shard:
                 continue  # as many in flight as with one replica, which takes fewer devices
             space = spaces.of(size, replicas)
-            if Relaxation(larger, space, replicas, rounds, most, DEFAULT).covers():
+            if Relaxation(problem, space, replicas, rounds, most, DEFAULT).covers():
                 return True
     return False
 
@@ -659,16 +730,26 @@ def _fewest_devices(problem: ParallelProblem, pool: ParallelPool) -> int | None:
     alone = replace(problem, pools=(many,))
     spaces = Spaces(alone)
     for microbatch in spaces.microbatch_sizes:
-        for replicas in replica_counts(
-            problem, microbatch, problem.global_batch_size, is_timed=False
-        ):
+        counts = list(
+            replica_counts(problem, microbatch, problem.global_batch_size, is_timed=False)
+        )
+
+        def devices_of(replicas: int, microbatch: int = microbatch) -> float:
+            """Of one replica of all stages."""
             space = spaces.of(microbatch, replicas)
-            if not space.options or (best is not None and replicas >= best):
-                break
+            if not space.options:
+                return inf
             rounds = -(-problem.global_batch_size // (microbatch * replicas))
             relaxation = Relaxation(alone, space, replicas, rounds, most_stages, DEFAULT)
-            firsts = relaxation.firsts(inf, inf)
-            devices = relaxation.tables(np.ones((1, 1)), firsts, is_timed=False)[0, 0, -1]
+            tables = relaxation.tables(np.ones((1, 1)), relaxation.firsts(inf, inf), is_timed=False)
+            return float(tables[0, 0, -1])
+
+        if devices_of(counts[-1]) == inf:  # the more replicas, the less each holds
+            continue
+        for replicas in counts:
+            if best is not None and replicas >= best:
+                break
+            devices = devices_of(replicas)
             if devices < inf and (best is None or devices * replicas < best):
                 best = int(devices) * replicas
     return best

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...planning.costs.parallel_stage import SharedUnits, shared_units
 from ...schema.parallel import ParallelPool, ParallelProblem, Recompute
 
 MOST_TYPES = 2  # device types in one stage; part of the space that solve() states
@@ -25,7 +26,8 @@ class StageOption:
     optimizer's state, ``weights`` holds 1/d, and a stage holds the most of its layers'
     ``uneven`` on top (``space_of``); each byte of ``shared`` (prefix sums of weights) has
     ``state_bytes``. With selective recomputation ``stashed`` is what is kept, and a backward pass
-    holds the most of its layers' ``cores`` on top.
+    holds the most of its layers' ``cores`` on top. Where weights are shared ``units`` says what is
+    gathered and when, beside ``forward``, the prefix sums of forward passes.
 
     ``output_seconds[end]`` is sending its output on, ``gradient_seconds[start]`` sending its
     input's gradient back, ``updates`` the prefix sums of the update and ``update_at`` each layer's.
@@ -36,6 +38,7 @@ class StageOption:
     recompute: Recompute
     memory_bytes: int | None
     seconds: tuple[float, ...]
+    forward: tuple[float, ...]
     weights: tuple[float, ...]
     stashed: tuple[float, ...]
     inputs: tuple[float, ...]
@@ -49,6 +52,7 @@ class StageOption:
     uneven: tuple[float, ...] = ()
     shared: tuple[int, ...] = ()
     cores: tuple[float, ...] = ()
+    units: SharedUnits | None = None
 
     def stage_memory(self, start: int, end: int, num_in_flight: int) -> float:
         """Bytes on each device that holds the stage."""
@@ -220,6 +224,8 @@ def _held(option: StageOption) -> tuple[np.ndarray, np.ndarray]:
         once = once + each
         each = np.broadcast_to(np.array(option.inputs)[:, None], once.shape)
     once = once + most_uneven(option) if option.uneven else once
+    if option.units is not None:  # weights, and gradients
+        once = once + 2 * option.units.gathered_bytes
     return once + most_cores(option) if option.cores else once, each
 
 
@@ -275,7 +281,7 @@ class Spaces:
 
     def of(self, microbatch_size: int, num_replicas: int = 1) -> OptionSpace:
         """``space_of``, once for all that have the same options."""
-        key = microbatch_size, num_replicas if self._problem.shard_optimizer else 1
+        key = microbatch_size, num_replicas if self._problem.shard else 1
         if key not in self._known:
             self._known[key] = space_of(self._problem, *key)
         return self._known[key]
@@ -292,12 +298,13 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
     Replicas of one degree share the state of a sharded optimizer. Each parameter is kept by one of
     them. Of the s bytes of a stage, m are its largest layer's. The fullest of d then holds at most
     (s + (d - 1) m) / d of them (Graham, 1969). With a share f in place of 1/d it holds at most
-    f s + (d - 1) m / d: who is furthest below its share gets the next parameter.
+    f s + (d - 1) m / d: who is furthest below its share gets the next parameter. Where weights are
+    shared too, parameters are cut, and shares are exact.
 
     Args:
         problem: Whose tables.
         microbatch_size: b, samples.
-        num_replicas: d, of every stage; it matters for a sharded optimizer only.
+        num_replicas: d, of every stage; it matters only where they share something.
     """
     options = tuple(_options(problem, microbatch_size, num_replicas))
     mixes: list[tuple[int, ...]] = []
@@ -363,7 +370,7 @@ def _may_mix(
 ) -> bool:
     """Whether replicas of these options may hold one stage: unlike degrees share no state."""
     degrees = {options[o].tensor_parallel_size for o in mix}
-    return len(degrees) == 1 or not problem.shard_optimizer
+    return len(degrees) == 1 or problem.shard is None
 
 
 def _worths(
@@ -452,7 +459,8 @@ def _option(
     gradients = sends[1:] if problem.cost_rule == "sailor" else sends[:-1]
     state, d = problem.state_bytes_per_weight_byte, num_replicas
     held = problem.bytes_per_weight_byte - state + state / d
-    updaters = d if problem.shard_optimizer else 1
+    updaters = d if problem.shard else 1
+    is_cut = problem.shard == "all"
     updates = tuple(seconds / updaters for seconds in times.update_seconds)
     return StageOption(
         pool=number,
@@ -460,6 +468,7 @@ def _option(
         recompute=recompute,
         memory_bytes=pool.memory_bytes,
         seconds=tuple(_prefix(passes)),
+        forward=tuple(_prefix(times.forward_seconds)),
         weights=tuple(_prefix(held * w for w in sizes.weight_bytes)),
         stashed=tuple(_prefix(microbatch_size * s for s in stashed)),
         inputs=tuple(outputs),
@@ -470,9 +479,12 @@ def _option(
         reserved_bytes=problem.reserved_bytes,
         num_replicas=d,
         state_bytes=state,
-        uneven=tuple(state * w * (d - 1) / d for w in sizes.weight_bytes) if state else (),
+        uneven=tuple(state * w * (d - 1) / d for w in sizes.weight_bytes)
+        if state and not is_cut
+        else (),
         shared=tuple(accumulate(sizes.weight_bytes, initial=0)) if state else (),
         cores=tuple(microbatch_size * c for c in sizes.core_bytes) if is_selective else (),
+        units=shared_units(problem.layers, sizes.weight_bytes) if is_cut and d > 1 else None,
     )
 
 

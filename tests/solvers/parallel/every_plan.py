@@ -41,6 +41,9 @@ def compositions(total: int) -> Iterator[tuple[int, ...]]:
 
 def fastest(problem: ParallelProblem) -> float | None:
     """The least step over every plan of the stated space: each is built and counted."""
+    if len(problem.shards) > 1:
+        each = [fastest(own) for own in problem.by_shard]
+        return min((step for step in each if step is not None), default=None)
     best = None
     devices = sum(pool.num_devices for pool in problem.pools)
     for size in sorted({t.microbatch_size for pool in problem.pools for t in pool.times}):
@@ -63,7 +66,7 @@ def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Plan]:
         choices += [(pool.device_type, degree) for degree in degrees]
     groups: list[tuple[tuple[tuple[str, int], int], ...]] = [((one, replicas),) for one in choices]
     for one, other in product(choices, repeat=2):
-        if one[0] < other[0] and (one[1] == other[1] or not problem.shard_optimizer):
+        if one[0] < other[0] and (one[1] == other[1] or problem.shard is None):
             groups += [((one, count), (other, replicas - count)) for count in range(1, replicas)]
     rounds = -(-problem.global_batch_size // (size * replicas))
     if size > problem.global_batch_size:
@@ -136,8 +139,8 @@ def built(problem, size, rounds, cuts, chosen) -> Plan:  # type: ignore[no-untyp
         schedule="1f1b",
         num_model_chunks=1,
         stages=tuple(stages),
-        shard_optimizer=problem.shard_optimizer or None,
-        shard_gradients=problem.shard_gradients or None,
+        shard_optimizer=problem.shard in ("optimizer", "gradients") or None,
+        shard_gradients=problem.shard == "gradients" or None,
         predicted=NOTHING,
         proof=UNPROVED,
     )
@@ -160,9 +163,7 @@ def shared(plan: Plan, problem: ParallelProblem) -> Plan:
 
     def given(number: int, small: int, share: int) -> Plan:
         stage, groups = plan.stages[number], list(plan.stages[number].replicas)
-        sizes = problem.sizes_of(groups[0].tensor_parallel_size)
-        assert sizes is not None
-        whole = sum(sizes.weight_bytes[problem.layers.index(name)] for name in stage.layers)
+        whole = weights_of(stage, problem)
         rest = -(-(whole - groups[small].num_replicas * share) // groups[1 - small].num_replicas)
         for place, own in ((small, share), (1 - small, max(rest, 0))):
             groups[place] = replace(groups[place], state_share_bytes=own)
@@ -171,8 +172,15 @@ def shared(plan: Plan, problem: ParallelProblem) -> Plan:
         return replace(plan, stages=tuple(stages))
 
     for number, stage in enumerate(plan.stages):
+        if problem.shard == "all" and stage.num_replicas > 1:
+            equal = -(-weights_of(stage, problem) // stage.num_replicas)
+            groups = tuple(replace(group, state_share_bytes=equal) for group in stage.replicas)
+            stages = list(plan.stages)
+            stages[number] = replace(stage, shard="all", replicas=groups)
+            plan = replace(plan, stages=stages)
+    for number, stage in enumerate(plan.stages):
         types = [group.device_type for group in stage.replicas]
-        if not problem.shard_optimizer or len(types) < 2 or room[types[0]] == room[types[1]]:
+        if problem.shard is None or len(types) < 2 or room[types[0]] == room[types[1]]:
             continue
         small = types.index(min(types, key=room.__getitem__))
         if is_too_much(plan, number)[small]:
@@ -183,6 +191,12 @@ def shared(plan: Plan, problem: ParallelProblem) -> Plan:
             ]
             plan = given(number, small, max(fitting)) if fitting else plan
     return plan
+
+
+def weights_of(stage: Stage, problem: ParallelProblem) -> int:
+    sizes = problem.sizes_of(stage.replicas[0].tensor_parallel_size)
+    assert sizes is not None
+    return sum(sizes.weight_bytes[problem.layers.index(name)] for name in stage.layers)
 
 
 def fits(plan: Plan, problem: ParallelProblem) -> bool:
@@ -248,7 +262,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         )
         for number, name in enumerate(("A", "B")[: draw(st.integers(1, 2))])
     )
-    is_shared = draw(st.sampled_from([False, False, True]))
+    shards = st.sampled_from([(None,), (None,), ("optimizer",), ("gradients",)])
     cost_rule: CostRule = draw(st.sampled_from(["hetflow", "sailor"]))
     return ParallelProblem(
         model="m",
@@ -272,8 +286,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         cost_rule=cost_rule,
         boundary_rule=draw(st.sampled_from(["scattered", "whole", "blocking"])),
         optimizer=ADAM,
-        shard_optimizer=is_shared,
-        shard_gradients=is_shared and draw(st.booleans()),
+        shards=draw(shards),
         most_stages=draw(st.sampled_from([None, None, 2])),
         between=tuple(
             TypesLink(

@@ -71,7 +71,6 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         )
         for number, name in enumerate(("A", "B")[: draw(st.integers(1, 2))])
     )
-    is_shared = draw(st.sampled_from([False, False, True]))
     return ParallelProblem(
         model="m",
         global_batch_size=draw(st.sampled_from([2, 4, 6, 8])),
@@ -91,8 +90,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         recompute=recompute,
         num_model_chunks=draw(st.sampled_from([(2,), (2, 3)])),
         optimizer=ADAM,
-        shard_optimizer=is_shared,
-        shard_gradients=is_shared and draw(st.booleans()),
+        shards=(draw(st.sampled_from([None, "optimizer", "gradients"])),),
     )
 
 
