@@ -10,7 +10,7 @@ from math import ceil
 
 from ...schema.choices import Shard
 from ...schema.errors import ProblemError
-from ...schema.layer_trace import unit_of
+from ...schema.layers import unit_of
 from ...schema.parallel import (
     LinkCurve,
     ParallelPool,

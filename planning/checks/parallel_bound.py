@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.choices import Shard
-from ...schema.layer_trace import unit_of
+from ...schema.layers import unit_of
 from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, Recompute
 from ...schema.plan import PricedPlans
 from . import definitions

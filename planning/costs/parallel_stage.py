@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schema.layer_trace import unit_of
+from ...schema.layers import unit_of
 from ...schema.parallel import CostRule, LinkCurve, ParallelProblem, Recompute
 from .comm import collective_seconds
 from .sharding import owners_seconds

@@ -205,7 +205,7 @@ def test_auto_compares_the_kinds_that_read_what_is_asked() -> None:
     assert compared({"virtual_nodes": 8}) == {"split"}
     assert compared({**LINK, "shard_optimizer": True}) == {"parallel"}
     assert compared({**LINK, "shard": "optimizer"}) == {"split", "parallel"}
-    assert compared({"shard": "all"}) == {"split"}
+    assert compared({"shard": "all"}) == {"split", "parallel"}
     with pytest.raises(ProblemError, match="virtual_nodes and num_stages: no kind of plan"):
         solve(question_of(replace(base, virtual_nodes=8, num_stages=2)))
 
