@@ -82,7 +82,7 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
 def _asked_shard(plan: Plan, question: Question) -> Shard | None:
     """What devices were to share, where the plan does not state it elsewhere."""
     asked = question.asked.shard
-    if asked in ("none", "auto") or (plan.layers and asked != "all"):
+    if asked == "none" or asked == "auto" or (plan.layers and asked != "all"):
         return None
     return asked
 

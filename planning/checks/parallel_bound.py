@@ -389,7 +389,7 @@ class _Search:
             return option.compute
         layers, number, largest, _, _ = self.units(option.degree)
         whole = self._over(curves, layers, number)
-        first = self._over(curves, largest, 1.0 * (largest > 0))
+        first = self._over(curves, largest, np.array(largest > 0, np.float64))
         again = 3 if option.recompute == "full" else 2
         with np.errstate(invalid="ignore"):
             back = option.compute - option.forward
@@ -465,7 +465,9 @@ class _Search:
         key = (tuple(curves), degree)
         if self.shares_weights:
             _, _, largest, rest, _ = self.units(degree)
-            once = self._over(curves, 2 * rest + largest, 2.0 * (rest > 0) + (largest > 0))
+            once = self._over(
+                curves, 2 * rest + largest, np.array(2.0 * (rest > 0) + (largest > 0), np.float64)
+            )
             return np.where(np.isfinite(whole), once, inf)
         if key not in self._rings:
             known, where = np.unique(whole, return_inverse=True)

@@ -161,7 +161,7 @@ def transfer_seconds(problem: ShardedProblem, num_bytes: int, num_units: int) ->
     if problem.bytes_per_second is None:
         return 0.0
     link = problem.latency_seconds, problem.bytes_per_second
-    return owners_seconds(num_bytes, num_units, problem.num_devices, *link)
+    return float(owners_seconds(num_bytes, num_units, problem.num_devices, *link))
 
 
 def owners_seconds(

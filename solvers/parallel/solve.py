@@ -148,7 +148,10 @@ def _in_chunks(
                 best = own, found
 
     def least(below: float) -> float:
-        each = (min(interleaved.least_seconds(*of, below), left) for *of, left in searched)
+        each = [
+            min(interleaved.least_seconds(own, tried, below), untried)
+            for own, tried, untried in searched
+        ]
         return min(each, default=inf)
 
     return best, least
