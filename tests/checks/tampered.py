@@ -146,6 +146,7 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "nested": {"profiles": PROFILES[:1], "pool": "4xA", "batch_size": 32, "strategy": "pipeline",
                "schedule": "pipedream", "stage_cost": "published", **_LINK},
     "parallel": {"batch_size": 32, "strategy": "parallel", "top": 3, **_LINK},
+    "shared weights": {"batch_size": 32, "strategy": "parallel", "shard": "all", **_LINK},
     "chunked parallel": {"batch_size": 32, "strategy": "parallel", "num_model_chunks": 2, **_LINK},
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ LINK = ("--link-bytes-per-second", "1e9")
 def graph(slowness: float, degree: int, size: int) -> LayerGraph:
     nodes = tuple(
         LayerNode(
-            id=f"block{i}",
+            id=f"blocks.{i}",
             op="Block",
             forward_seconds=slowness * 0.01 * size / degree,
             backward_seconds=slowness * 0.02 * size / degree,
@@ -34,7 +34,7 @@ def graph(slowness: float, degree: int, size: int) -> LayerGraph:
         )
         for i in range(6)
     )
-    edges = tuple((f"block{i}", f"block{i + 1}") for i in range(5))
+    edges = tuple((f"blocks.{i}", f"blocks.{i + 1}") for i in range(5))
     return LayerGraph(microbatch_size=size, nodes=nodes, edges=edges)
 
 
@@ -86,7 +86,7 @@ def test_solve_check_show(hetflow: Hetflow, folder: Path) -> None:
     assert document["cluster"]["servers"]  # also of a flat pool: degrees depend on its servers
     shown = hetflow("show", plan).stdout
     assert "searched: 1F1B" in shown
-    assert "block0" in shown
+    assert "blocks.0" in shown
 
 
 def test_a_changed_plan_is_refused(hetflow: Hetflow, folder: Path) -> None:
@@ -220,6 +220,30 @@ def test_a_smaller_replica_keeps_less_of_the_state(
     assert {s.device_type: s.state_share_bytes for s in config.workers} == shares
     assert config.pipeline is not None
     assert config.pipeline.shard_gradients
+
+
+def test_replicas_of_stages_share_weights(hetflow: Hetflow, folder: Path) -> None:
+    plan, free = folder.parent / "plan.json", folder.parent / "free.json"
+    asked = ("--gpus", "4xV100", "--batch-size", 32, "--profiles", folder, "--optimizer", "adam")
+    fast = ("--link-bytes-per-second", "1e12", "--chunks-per-device", 1)
+    for shard, file in (("all", plan), ("auto", free)):
+        answer = hetflow("solve", "parallel", *asked, *fast, "--shard", shard, "-o", file)
+        assert answer.code == 0, answer.stderr
+        assert "valid (optimal" in hetflow("check", file, *asked[4:]).stdout
+    document = json.loads(plan.read_text())
+    (stage,) = document["stages"]
+    (group,) = stage["replicas"]
+    assert (stage["shard"], group["num_replicas"], group["tensor_parallel_size"]) == ("all", 2, 2)
+    assert group["state_share_bytes"] == (6 * 32 << 20) / 2  # of a device's half of each block
+    kept, whole = 4 * group["state_share_bytes"], 2 * 2 * (32 << 20)  # two blocks, and gradients
+    assert group["memory_bytes"] >= kept + whole
+    assert stage["gather_seconds"] > 0
+    assert document["restrictions"]["shard"] == "all"
+    assert "which share gradients and weights too" in hetflow("show", plan).stdout
+    assert "gathers of weights" in hetflow("show", plan, "--explain").stdout
+    document = json.loads(free.read_text())
+    assert document["proof"]["certificate"]["shards"] == [None, "gradients", "all"]
+    assert "shard" not in document["stages"][0]  # all fits
 
 
 @pytest.mark.slow
