@@ -20,14 +20,14 @@ from ..schema.problem import (
 )
 from ..schema.profile import BatchPoint, Profile, changed_curves
 from .costs.compute import busy_ratio, point_at
-from .costs.memory import fitting_points, reserve_of, with_reserve
+from .costs.memory import COMPARED_BYTES, fitting_points, reserve_of, with_reserve
 from .costs.sharding import unit_bytes
 from .links import Pair, measured_between, stated_link
 from .pool_parts import Key, Keys, worst_of
 
 MAX_INTERPOLATED_SIZES = 512
-CUT_BYTES, COMPARED_BYTES = 1 << 14, 1 << 17
-"""What a share takes more of each unit, whose tensors it cuts, and for comparing workers."""
+CUT_BYTES = 1 << 14
+"""What a share takes more of each unit, whose tensors it cuts."""
 
 
 def split_problem(
@@ -84,9 +84,9 @@ def split_problem(
     }
     if shards:
         states = _states(used, optimizer, shards, link)
-        more = COMPARED_BYTES + CUT_BYTES * states["num_units"]
+        more = CUT_BYTES * states["num_units"]
         asked["devices"] = tuple(
-            replace(option, **changed_curves(option, lambda how, curve: _raised(curve, more)))
+            replace(option, **changed_curves(option, lambda how, curve: _compared(curve, more)))
             for option in options
             if isinstance(option, ShardedDevices)
         )
@@ -219,6 +219,19 @@ def _raised(curve: tuple[BatchPoint, ...], more_bytes: int) -> tuple[BatchPoint,
     """Add to the peaks, or take from them."""
     return tuple(
         replace(point, peak_memory_bytes=max(0, point.peak_memory_bytes + more_bytes))
+        for point in curve
+    )
+
+
+def _compared(curve: tuple[BatchPoint, ...], more_bytes: int) -> tuple[BatchPoint, ...]:
+    """Add to the peaks, also what compares workers, which profiles count with buffered passes."""
+    return tuple(
+        replace(
+            point,
+            peak_memory_bytes=point.peak_memory_bytes
+            + more_bytes
+            + (COMPARED_BYTES if point.buffered_pass_bytes is None else 0),
+        )
         for point in curve
     )
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from ..schema.errors import ProblemError, TargetError
 from ..schema.options import option, told
+from ..schema.profile import PassMoment
 from .timing import RepeatPolicy, RepeatTiming
 
 TOO_LARGE = (
@@ -41,8 +42,8 @@ class SizeResult:
     """One batch size, measured. ``wall`` is by the clock on the wall, contention included.
 
     ``fragmentation_bytes`` and ``beside_bytes`` are what the allocator held beyond its peak, and
-    what no allocator holds; the next three are those of a ``BatchPoint``. All are None where the
-    peak is that of the whole process.
+    what no allocator holds; the next three, and ``moments``, are those of a ``BatchPoint``. All are
+    None, and there are none, where the peak is that of the whole process.
     """
 
     batch_size: int
@@ -51,9 +52,10 @@ class SizeResult:
     peak_memory_bytes: int
     fragmentation_bytes: int | None = None
     pass_bytes: int | None = None
-    first_pass_bytes: int | None = None
+    buffered_pass_bytes: int | None = None
     update_bytes: int | None = None
     beside_bytes: int | None = None
+    moments: tuple[PassMoment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..devices import memory
 from ..devices.backend import backend_of, is_out_of_memory
 from ..devices.host import TORCH_DEVICE
+from ..planning.costs.memory import COMPARED_BYTES
 from ..runtime.emulation import PassHolder
 from ..schema.errors import TargetError
 from .batch_curve import SizeResult
@@ -121,22 +122,47 @@ class Bench:
             batch_size=batch_size,
             timing=timing,
             wall_seconds=sorted(walls)[len(walls) // 2],
-            peak_memory_bytes=self.peak_memory_bytes(),
+            peak_memory_bytes=self.peak_memory_bytes() + _more_in_training(taken),
             fragmentation_bytes=self.backend.fragmentation_bytes(self._torch_device),
             beside_bytes=self.beside_bytes(),
             **taken,
         )
 
-    def _taken_bytes(self, batch: Any) -> dict[str, int]:
+    def _taken_bytes(self, batch: Any) -> dict[str, Any]:
         """What each part of a step takes and gives back; empty where the peak is the process's."""
         if self.backend.is_host:
             return {}
+        from .pass_moments import PassWatch
+
         self.optimizer.zero_grad(set_to_none=False)
-        parts = {"pass_bytes": lambda: self.run_pass(batch), "update_bytes": self.optimizer.step}
-        found = {name: footprint(work, self.device) for name, work in parts.items()}
+        watch = PassWatch(self.model, self._taking())
+        with watch.watching():
+            self.run_pass(batch)
+        update = footprint(self.optimizer.step, self.device)
         self.optimizer.zero_grad(set_to_none=True)
-        found["first_pass_bytes"] = footprint(lambda: self.run_pass(batch), self.device)
-        return {name: taken.peak_bytes for name, taken in found.items() if taken is not None}
+        first = footprint(lambda: self.run_pass(batch), self.device)
+        assert update is not None
+        assert first is not None
+        most = watch.most_bytes
+        waiting = max(most, min(first.peak_bytes, most + self.backend.bucket_bytes))
+        return {
+            "pass_bytes": most,
+            "buffered_pass_bytes": waiting,
+            "update_bytes": update.peak_bytes,
+            "moments": watch.moments(),
+        }
+
+    def _taking(self) -> Callable[[], tuple[int, int]]:
+        """Tells the most bytes since it was called last, and now, beyond those of now."""
+        self.wait()
+        before = self.backend.allocated_bytes(self._torch_device) or 0
+
+        def taking() -> tuple[int, int]:
+            most = self.peak_memory_bytes()
+            self.backend.reset_peak(self._torch_device)
+            return most - before, (self.backend.allocated_bytes(self._torch_device) or 0) - before
+
+        return taking
 
     def optimizer_state(self, batch_size: int) -> dict[str, Any]:
         """Bytes that the optimizer keeps after a step, and bytes that an update needs temporarily.
@@ -295,6 +321,14 @@ def tensor_bytes(value: Any) -> int:
     if isinstance(value, tuple | list):
         return sum(map(tensor_bytes, value))
     return int(value.numel() * value.element_size()) if hasattr(value, "element_size") else 0
+
+
+def _more_in_training(taken: dict[str, Any]) -> int:
+    """What a step of hetflow's takes more than the target's own, where its parts are known."""
+    if not taken:
+        return 0
+    own = max(taken["pass_bytes"], taken["update_bytes"])
+    return COMPARED_BYTES + max(0, taken["buffered_pass_bytes"] - own)
 
 
 def _described(value: object) -> str:

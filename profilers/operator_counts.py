@@ -163,6 +163,7 @@ class Tally:
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
+        self._most_bytes = 0
         self.calls: Counter[Operator] = Counter()
         self._held: set[int] = set()
 
@@ -183,7 +184,13 @@ class Tally:
         self._held.add(key)
         self.live_bytes += storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._most_bytes = max(self._most_bytes, self.live_bytes)
         weakref.finalize(storage, self._freed, key, storage.nbytes())
+
+    def since(self) -> tuple[int, int]:
+        """The most bytes since it was called last, and now."""
+        most, self._most_bytes = self._most_bytes, self.live_bytes
+        return most, self.live_bytes
 
     def _freed(self, key: int, size: int) -> None:
         self._held.discard(key)
@@ -692,12 +699,16 @@ def _state_bytes(state: Any) -> int:
 
 
 def _pass(bench: Bench, size: int) -> PassCounts:
+    from .pass_moments import PassWatch
+
     batch = bench.make_batch(size)
     with _offloads_counted() as lane, tallied() as tally:
-        loss = bench.loss_of(batch)
-        forward, kept = tally.operators, tally.live_bytes
-        before = tally.calls.copy()
-        bench.backward(loss)
+        watch = PassWatch(bench.model, tally.since)
+        with watch.watching():
+            loss = bench.loss_of(batch)
+            forward, kept = tally.operators, tally.live_bytes
+            before = tally.calls.copy()
+            bench.backward(loss)
     return PassCounts(
         batch_size=size,
         forward=forward,
@@ -706,6 +717,7 @@ def _pass(bench: Bench, size: int) -> PassCounts:
         peak_bytes=tally.peak_bytes,
         batch_bytes=sum(map(_bytes, _tensors(batch))),
         offloaded_bytes=lane.num_bytes,
+        moments=watch.moments(),
     )
 
 

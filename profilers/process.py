@@ -27,6 +27,7 @@ from ..schema import files
 from ..schema.choices import Activations
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig
+from ..schema.layers import PassMoment
 from ..schema.options import option
 from ..schema.plan import PassTime
 from ..schema.profile import BatchPoint
@@ -342,7 +343,9 @@ class Measurer:
             self.release()
             return None
         self._measured_any = True
-        return SizeResult(timing=RepeatTiming(**answer.pop("timing")), **answer)
+        moments = tuple(PassMoment(**moment) for moment in answer.pop("moments"))
+        timing = RepeatTiming(**answer.pop("timing"))
+        return SizeResult(timing=timing, moments=moments, **answer)
 
     def rehearse(
         self, sizes: Sequence[int], *, num_steps: int, is_empty: bool = False

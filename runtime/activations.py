@@ -1,8 +1,8 @@
 """What becomes of repeated layers' activations until they go back: kept, recomputed or offloaded.
 
-The layers are the units in which states are shared (``unit_of``). Recomputed ones keep their inputs
-alone, and run forward again when they go back. Each is its class's child with another ``forward``,
-so copies of a model and checks of types see what they always see.
+Recomputed layers keep their inputs alone, and run forward again when they go back. Each is its
+class's child with another ``forward``, so copies of a model and checks of types see what they
+always see.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,16 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..schema.choices import Activations
 from ..schema.errors import TargetError
-from ..schema.layers import unit_of
 from .nested_tensors import tensors_in
 from .offload import Stash, lane_of
-
-
-def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated layers of a model that have parameters, by name."""
-    paths = (path.rpartition(".")[0] for path, _ in model.named_parameters(remove_duplicate=False))
-    names = dict.fromkeys(name for path in paths if (name := unit_of(path)))
-    return {name: model.get_submodule(name) for name in names}
+from .repeated_layers import repeated_layers
 
 
 def treat(layers: Iterable[nn.Module], how: Activations) -> None:

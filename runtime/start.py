@@ -185,7 +185,10 @@ def assemble(
         agreement.close()
         raise
     together = engine.shared_states if isinstance(engine, SplitEngine) else None
-    promise = Promise(model, session.batch_sizes, together) if tests else None
+    fills = not backend_of(session.device).is_host and any(
+        slot.memory_bytes for slot in (start.config.workers if start.config else ())
+    )
+    promise = Promise(model, session.batch_sizes, together, fits_passes=fills) if tests else None
     return Job(session, engine, epochs, progress, runner, agreement, checkpoints, promise)
 
 

@@ -112,13 +112,30 @@ class Operator:
 
 
 @record
+class PassMoment:
+    """What a pass holds at one time, and what it would hold besides if states were shared.
+
+    Args:
+        taken_bytes: What it takes beside gradients, as ``BatchPoint.pass_bytes``.
+        weight_bytes: Of the weights that are whole then, if layers are gathered and freed.
+        gradient_bytes: Of the gradients that are whole then, if each is reduced to its owners.
+        summed_bytes: Of the gradients that their owners have by then.
+    """
+
+    taken_bytes: Bytes
+    weight_bytes: Bytes
+    gradient_bytes: Bytes
+    summed_bytes: Bytes
+
+
+@record
 class PassCounts:
     """One pass of the whole model with its loss, at one batch size.
 
     ``kept_bytes`` are allocated when the forward pass ends; ``peak_bytes`` is the maximum at any
     time. Both do not include weights, buffers, gradients, optimizer state and the batch itself,
     whose size is ``batch_bytes``. ``offloaded_bytes`` go to the host in the forward pass, and come
-    back in the backward pass.
+    back in the backward pass. ``moments`` are those of a ``BatchPoint``.
     """
 
     batch_size: Count
@@ -128,6 +145,7 @@ class PassCounts:
     peak_bytes: Bytes
     batch_bytes: Bytes
     offloaded_bytes: Bytes = 0
+    moments: tuple[PassMoment, ...] = ()
 
 
 @record

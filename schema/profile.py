@@ -6,7 +6,7 @@ from typing import Any, Literal
 from .choices import Activations, Precision
 from .errors import ProblemError
 from .frames import Rows, Shown, fields_table
-from .layers import LayerTrace
+from .layers import LayerTrace, PassMoment
 from .optimizer import OptimizerState
 from .records import (
     Bytes,
@@ -225,8 +225,11 @@ class BatchPoint:
     None if it was not measured (on a CPU, whose peak is that of the whole process).
 
     What the parts of a step take and give back, as far as known: ``pass_bytes`` beside gradients
-    that are there, ``first_pass_bytes`` where they are not, with those that come, and
-    ``update_bytes``. A step's peak holds the largest of them.
+    that are there, ``buffered_pass_bytes`` in the first pass of hetflow's step, whose gradients
+    wait before they are written to where they are summed, and ``update_bytes``. A step's peak holds
+    the largest of these. ``moments`` are the times of a pass at which devices that share states may
+    hold most. Older files have ``first_pass_bytes`` in their place: of a pass where gradients are
+    not there, with those that come.
 
     Example:
         >>> import hetflow
@@ -244,7 +247,9 @@ class BatchPoint:
     fragmentation_bytes: Bytes | None = None
     pass_bytes: Bytes | None = None
     first_pass_bytes: Bytes | None = None
+    buffered_pass_bytes: Bytes | None = None
     update_bytes: Bytes | None = None
+    moments: tuple[PassMoment, ...] = ()
 
     def __post_init__(self) -> None:
         if self.step_seconds < SHORTEST_PASS_SECONDS:
@@ -586,7 +591,7 @@ class Profile(Shown):
 
     def table(self) -> tuple[list[str], Rows]:
         """Return a table with a row for each batch size."""
-        return fields_table(self.batch_curve, BatchPoint)
+        return fields_table(self.batch_curve, BatchPoint, but=("moments",))
 
     def _check_layers(self) -> None:
         tables = self.layer_tables

@@ -99,7 +99,7 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
         if not isinstance(option, ShardedDevices) or not isinstance(view, ShardedProblem):
             continue
         more = _more_bytes(profile, problem)
-        more += 2**17 + 2**14 * view.num_units  # to compare workers; cuts of units' tensors
+        more += 2**14 * view.num_units  # cuts of units' tensors
         beside = more + _beside_bytes(problem, profile, is_among=busy is not None)
         again = more + _beside_bytes(problem, profile, is_among=True)
         if busy is not None:  # such passes were measured alone
@@ -115,7 +115,8 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
             for measured in told:
                 size, point = measured.batch_size, found.get(measured.batch_size)
                 peak = None if point is None else point.peak_memory_bytes
-                if peak != max(0, _held(measured) + taken):
+                compared = 2**17 if measured.buffered_pass_bytes is None else 0
+                if peak != max(0, _held(measured) + taken + compared):
                     faults.append(f"{where}a pass of {size} does not hold {peak} bytes")
                 parts = _parts(measured, profile, problem)
                 faults += _unlike(point or measured, parts, f"{where}{size}: ")
@@ -257,7 +258,8 @@ def _held(point: BatchPoint) -> int:
 
 def _parts(point: BatchPoint, profile: Profile, problem: Problem) -> dict[str, Any]:
     """What the parts of a step take; of an update only by the optimizer that was measured."""
-    parts = {name: getattr(point, name) for name in ("pass_bytes", "first_pass_bytes")}
+    names = ("pass_bytes", "first_pass_bytes", "buffered_pass_bytes", "moments")
+    parts = {name: getattr(point, name) for name in names}
     named = profile.optimizer and profile.optimizer.name
     is_other = problem.optimizer is not None and problem.optimizer.name != named
     return parts | {"update_bytes": None if is_other else point.update_bytes}

@@ -32,6 +32,7 @@ class _Sharing:
     states: Fraction
     gathered: int
     is_in_rounds: bool
+    shares_weights: bool
     hidden: float
     bare: float
     once: float
@@ -48,10 +49,20 @@ class _Sharing:
         passing, updating, first = point.pass_bytes, point.update_bytes, point.first_pass_bytes
         if passing is None or updating is None:
             return point.peak_memory_bytes - self.states * (weights - share) + self.gathered
-        between = Fraction(point.peak_memory_bytes - max(passing, updating))
+        largest = max(passing, updating, point.buffered_pass_bytes or 0)
+        between = Fraction(point.peak_memory_bytes - largest)
         between -= self.states * (weights - share)
         pass_bytes = between + self.gathered + passing
-        if self.is_in_rounds and rounds == 1 and first is not None:
+        if self.is_in_rounds and point.moments:
+            later = trained if rounds == 1 else 0  # what has not come by then is no state yet
+            pass_bytes = between + max(
+                m.taken_bytes
+                + m.gradient_bytes
+                + (m.weight_bytes if self.shares_weights else 0)
+                - own * max(0, later - m.summed_bytes)
+                for m in point.moments
+            )
+        elif self.is_in_rounds and rounds == 1 and first is not None:
             coming = Fraction(
                 max(first, passing) - passing - trained - problem.second_trained_bytes
             )
@@ -92,10 +103,12 @@ def _sharing(problem: ShardedProblem, shard: Shard | None) -> _Sharing:
     gradients = min(trained, problem.gathered_bytes if gradients is None else gradients)
     if shard == "all":  # weights come in both passes, gradients go
         bytes_ = weights + gradients
-        return _Sharing(1 + part * (1 + state), bytes_, True, whole + whole + back, edge + last, 0)
+        return _Sharing(
+            1 + part * (1 + state), bytes_, True, True, whole + whole + back, edge + last, 0
+        )
     if shard == "gradients":
-        return _Sharing(part * (1 + state), gradients, True, back, last, whole)
-    return _Sharing(part * state, 0, False, back, last, whole)
+        return _Sharing(part * (1 + state), gradients, True, False, back, last, whole)
+    return _Sharing(part * state, 0, False, False, back, last, whole)
 
 
 def check(plan: Plan, problem: ShardedProblem | None) -> Verdict:

@@ -1,11 +1,13 @@
 """Computation: the time of one forward + backward pass, t_i(b) of VirtualFlow 5.1.2."""
 
 from collections.abc import Sequence
+from itertools import product
 from math import ceil
 from typing import Any
 
 from ...schema.errors import ProblemError
-from ...schema.profile import BatchPoint
+from ...schema.profile import BatchPoint, PassMoment
+from .memory import most_of
 
 
 def point_at(batch_curve: Sequence[BatchPoint], batch_size: int) -> BatchPoint:
@@ -39,9 +41,18 @@ def _between(low: BatchPoint, high: BatchPoint, batch_size: int) -> BatchPoint:
     load = _part_between(low.load_seconds, high.load_seconds, share, seconds)
     rest = seconds - (load or 0.0)
 
+    def linear(least: int, most: int) -> int:
+        return ceil(least + share * (most - least))
+
     def taken(name: str) -> Any:
         least, most = getattr(low, name), getattr(high, name)
-        return None if None in (least, most) else ceil(least + share * (most - least))
+        return None if None in (least, most) else linear(least, most)
+
+    # What is held at most is convex in the size: no more than that of both sizes' moments.
+    moments = (
+        PassMoment(**{n: linear(getattr(a, n), getattr(b, n)) for n in PassMoment.__slots__})
+        for a, b in product(low.moments, high.moments)
+    )
 
     return BatchPoint(
         batch_size=batch_size,
@@ -49,7 +60,9 @@ def _between(low: BatchPoint, high: BatchPoint, batch_size: int) -> BatchPoint:
         peak_memory_bytes=taken("peak_memory_bytes"),
         pass_bytes=taken("pass_bytes"),
         first_pass_bytes=taken("first_pass_bytes"),
+        buffered_pass_bytes=taken("buffered_pass_bytes"),
         update_bytes=taken("update_bytes"),
+        moments=most_of(moments),
         load_seconds=load,
         virtual_node_seconds=_part_between(
             low.virtual_node_seconds, high.virtual_node_seconds, share, rest

@@ -1,9 +1,13 @@
 """Memory: which profiled batch sizes fit a device, and what is left free of tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
-from ...schema.profile import BatchPoint, MemoryReserve, Profile, changed_curves
+from ...schema.profile import BatchPoint, MemoryReserve, PassMoment, Profile, changed_curves
+
+COMPARED_BYTES = 1 << 17
+"""What a worker keeps on its device to compare its parameters with others'."""
 
 
 def fitting_points(batch_curve: Sequence[BatchPoint], memory_bytes: int) -> tuple[BatchPoint, ...]:
@@ -17,6 +21,30 @@ def fitting_points(batch_curve: Sequence[BatchPoint], memory_bytes: int) -> tupl
         memory_bytes: Memory of the device to plan for.
     """
     return tuple(p for p in batch_curve if p.peak_memory_bytes <= memory_bytes)
+
+
+def most_of(moments: Iterable[PassMoment]) -> tuple[PassMoment, ...]:
+    """The moments at which a device may hold most: of shares of gradients from none to all.
+
+    Weights count or not. What is held is linear in the share, so these are two upper envelopes.
+    """
+    every, kept = list(moments), list[PassMoment]()
+    for counts in (0, 1):
+
+        def held(one: PassMoment, counts: int = counts) -> int:
+            return one.taken_bytes + one.gradient_bytes + counts * one.weight_bytes
+
+        now = max(every, key=lambda one: (held(one), one.summed_bytes), default=None)
+        while now is not None:
+            kept.append(now)
+            above = [
+                (Fraction(held(now) - held(one), one.summed_bytes - now.summed_bytes), number)
+                for number, one in enumerate(every)
+                if one.summed_bytes > now.summed_bytes
+            ]
+            share, number = min(above, default=(Fraction(1), 0))
+            now = every[number] if share < 1 else None
+    return tuple(dict.fromkeys(kept))
 
 
 def reserve_of(

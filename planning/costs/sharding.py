@@ -60,36 +60,51 @@ Line = tuple[Fraction, Fraction]
 """Bytes without a share of the states, and more bytes per byte of weights in a share."""
 
 
+def _moments(problem: ShardedProblem, point: BatchPoint) -> Iterator[tuple[int, int, int, int]]:
+    """What a ``PassMoment`` holds, for each time of a pass at which a device may hold most.
+
+    Where a profile has none, it is one that is worse than all. In a first pass the most of what it
+    takes and of gradients that come is convex in the share, so it is at most linear between no
+    share and all; of all, the profile's pass holds one of the two layers too.
+    """
+    weights, trained = problem.weight_bytes, problem.weight_bytes - problem.frozen_bytes
+    known = point.pass_bytes is not None and point.update_bytes is not None
+    if known and point.moments:
+        for one in point.moments:
+            yield one.taken_bytes, one.weight_bytes, one.gradient_bytes, one.summed_bytes
+        return
+    gradient = problem.gathered_trained_bytes
+    gradient = min(trained, problem.gathered_bytes if gradient is None else gradient)
+    taken, summed = point.pass_bytes or 0 if known else 0, trained
+    if known and point.first_pass_bytes is not None:
+        summed = max(0, point.first_pass_bytes - taken) - problem.second_trained_bytes
+    yield taken, min(weights, problem.gathered_bytes), gradient, summed
+
+
 def _phases(
     problem: ShardedProblem, point: BatchPoint, shard: Shard, rounds: int | None
 ) -> Iterator[list[Line]]:
     """What a device holds at most in each phase of a step: the least of some lines.
 
     Between phases it holds its share. A pass adds gradients that are shared until they are reduced,
-    and shared weights while their layers run: ``gathered_bytes`` of each. In the first pass of a
-    step its sums of gradients come while activations go. Their most is convex in the share, so it
-    is at most linear between no share and all; of all, the profile's pass holds one of the two
-    layers too. An update's workspace is in proportion to what it updates, up to that of all.
-    Without these parts in the profile its peak counts as a pass's.
+    and shared weights while their layers run. In the first pass of a step its sums of gradients
+    come while activations go. The profile's moments say how much of each is there at once. An
+    update's workspace is in proportion to what it updates, up to that of all.
+    Without parts of a step in the profile its peak counts as a pass's.
     """
     weights = problem.weight_bytes
     trained = 1 - Fraction(problem.frozen_bytes, weights)
     ratio = shared_ratio(problem, shard)
     pass_bytes, update_bytes = point.pass_bytes or 0, point.update_bytes or 0
     known = point.pass_bytes is not None and point.update_bytes is not None
-    between = point.peak_memory_bytes - max(pass_bytes, update_bytes) - ratio * weights
-    start = between + pass_bytes if known else point.peak_memory_bytes - ratio * weights
-    if in_rounds(shard):
-        gathered = problem.gathered_trained_bytes
-        gathered = problem.gathered_bytes if gathered is None else gathered
-        start += min(weights - problem.frozen_bytes, gathered)
-    if shard == "all":
-        start += min(weights, problem.gathered_bytes)
-    if known and rounds == 1 and point.first_pass_bytes is not None:
-        coming = max(0, point.first_pass_bytes - pass_bytes) - problem.second_trained_bytes
-        yield [(start, max(Fraction(0), ratio - trained + Fraction(coming, weights)))]
-    else:
-        yield [(start, ratio)]
+    between = point.peak_memory_bytes - ratio * weights
+    between -= max(pass_bytes, update_bytes, point.buffered_pass_bytes or 0) if known else 0
+    if not in_rounds(shard):
+        yield [(between + (pass_bytes if known else 0), ratio)]
+    for taken, weight, gradient, summed in _moments(problem, point) if in_rounds(shard) else ():
+        start = between + taken + gradient + (weight if shard == "all" else 0)
+        come = Fraction(summed, weights) if rounds == 1 else trained
+        yield [(start, max(Fraction(0), ratio - trained + come))]
     if not known:
         return
     if not in_rounds(shard):  # whole gradients go when they are reduced, a unit at a time

@@ -344,16 +344,22 @@ class Promise:
     Args:
         model: The job's model.
         batch_sizes: [virtual nodes] samples of each; empty where there is one for the batch. No
-            more than the smallest has are called together on a device that has no memory for more.
-        together: Calls the model where no worker can by itself; else None. Then no more than the
-            smallest virtual node has are ever called together, because memory may lack on one
-            worker alone.
+            more than the smallest has are called together where memory has no room for more.
+        together: Calls the model where no worker can by itself; else None. Memory may then lack
+            on one worker alone, so never more are called together.
+        fits_passes: Whether a plan fills the device's memory by these passes: never more either.
     """
 
     def __init__(
-        self, model: nn.Module, batch_sizes: Sequence[int], together: JointCalls | None = None
+        self,
+        model: nn.Module,
+        batch_sizes: Sequence[int],
+        together: JointCalls | None = None,
+        *,
+        fits_passes: bool = False,
     ) -> None:
         self._model, self._sizes, self._together = model, tuple(batch_sizes), together
+        self._is_tight = fits_passes or together is not None
         self._forget()
 
     def _forget(self) -> None:
@@ -395,7 +401,7 @@ class Promise:
         if tests.steps < tests.due or batch.num_samples < 2 or batch.first_samples is None:
             return None
         most = min(batch.num_samples, _MOST_SAMPLES)
-        if self._together is not None:
+        if self._is_tight:
             most = min(most, max(2, min(self._sizes, default=most)))
         return self._test(function, batch, form, 0, cut_of(most))
 
@@ -516,7 +522,7 @@ class Promise:
 
     @property
     def _tries_fewer(self) -> bool:
-        return bool(self._sizes) and self._together is None
+        return bool(self._sizes) and not self._is_tight
 
     def _tried(
         self, function: Callable[..., Any], batch: Batch, form: ReturnForm, start: int, cut: Cut

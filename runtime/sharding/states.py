@@ -21,16 +21,16 @@ from torch.overrides import TorchFunctionMode
 
 from ...schema.choices import Activations, Shard
 from ...schema.errors import TargetError
-from ...schema.layers import unit_of
 from ...schema.options import option
 from .. import peers
-from ..activations import repeated_layers, treat
+from ..activations import treat
 from ..digest import InPieces, digest_of_pieces
 from ..gradients import Hooks
 from ..group import Place
 from ..initial_values import fill
 from ..nested_tensors import tensors_in
 from ..optimizers import is_elementwise
+from ..repeated_layers import layers_of, repeated_layers, when_back, when_going_back
 from ..session import Session
 from ..setup import check_same_shapes
 from ..virtual_nodes import share_out
@@ -93,20 +93,6 @@ class Unit:
         """Wait for the reductions that were begun."""
         for flat in self.flats:
             flat.add_reduced()
-
-
-class _AfterBackward(torch.autograd.Function):
-    """The identity on a layer's inputs; its backward pass comes when the layer's has ended."""
-
-    @staticmethod
-    def forward(ctx: Any, ended: Callable[[], None], *tensors: Tensor) -> Any:
-        ctx.ended = ended
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.ended()
-        return (None, *gradients)
 
 
 class _LayersOnly(TorchFunctionMode):
@@ -209,15 +195,10 @@ class SharedStates:
         """Find the units, and lay their parameters out."""
         session = self._session
         place, model = session.place, session.model
-        index_of = {id(parameter): n for n, parameter in enumerate(self._parameters)}
-        homes: dict[int, set[str]] = {}
-        for path, parameter in model.named_parameters(remove_duplicate=False):
-            homes.setdefault(index_of[id(parameter)], set()).add(unit_of(path.rpartition(".")[0]))
-        modules = repeated_layers(model)
+        homes, modules = layers_of(model), repeated_layers(model)
         members: dict[tuple[str, torch.dtype, bool], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
-            home = homes.get(index, {""})
-            name = next(iter(home)) if len(home) == 1 else ""  # tied weights belong to the rest
+            name = homes.get(id(parameter), "")
             members.setdefault((name, parameter.dtype, parameter.requires_grad), []).append(index)
         flats: dict[str, list[Flat]] = {"": []}
         before = 0
@@ -277,18 +258,7 @@ class SharedStates:
         self._now.append(name)
         if self.shares_weights:
             self._ahead(len(self._now))
-        if not torch.is_grad_enabled():
-            return None
-        values = [*args, *kwargs.values()]
-        places = [n for n, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
-        if not places:
-            return None
-        inputs = (values[n] for n in places)
-        ended = partial(self._went_back, name)
-        passed = _AfterBackward.apply(ended, *inputs)  # type: ignore[no-untyped-call]
-        for n, tensor in zip(places, passed, strict=True):
-            values[n] = tensor
-        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        return when_back(args, kwargs, partial(self._went_back, name))
 
     def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         unit = self._units[name]
@@ -296,12 +266,7 @@ class SharedStates:
             return
         if self.shares_weights and not self._stays_whole:
             unit.free(shows=False)
-        found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if torch.is_grad_enabled() and found:
-            position = len(self._now) - 1
-            torch.autograd.graph.register_multi_grad_hook(
-                found, lambda _: self._goes_back(name, position), mode="any"
-            )
+        when_going_back(output, partial(self._goes_back, name, len(self._now) - 1))
 
     def _goes_back(self, name: str, position: int) -> None:
         unit = self._units[name]
@@ -410,6 +375,8 @@ class SharedStates:
         self._is_open, self._trains, self._now, self._node = True, True, [], node
         for unit in self._all:
             unit.goes_back = False  # gradients may have been taken of the whole model
+        if self._reduced is not None:  # of the pass before: else its gradients would be there twice
+            self._reduced.add_reduced()
         self._rest.wait()
         self.await_gradients()
 

@@ -1,0 +1,133 @@
+"""The times of a pass at which devices that share states may hold most (docs/sharding.md).
+
+Weights and gradients of shared states come and go with layers, activations by themselves. So the
+most of their sum is found layer by layer, in a pass with whole states.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from ..planning.costs.memory import most_of
+from ..runtime.repeated_layers import layers_of, repeated_layers, when_back, when_going_back
+from ..schema.profile import PassMoment
+
+
+class _Interval(NamedTuple):
+    """What a pass takes for a while; weights by their layers' places in the forward pass."""
+
+    taken_bytes: int
+    weights: tuple[int, ...] | None
+    gradients: frozenset[str]
+    summed: frozenset[str]
+
+
+class PassWatch:
+    """Finds the times of a pass at which devices that share states may hold most.
+
+    Layers come and go as in ``runtime.sharding``: forward, one layer and the next are whole;
+    backward, one and the one before. Gradients leave when their layer has gone back, and are
+    summed when the next layer's leave.
+
+    Args:
+        model: The model; its gradients are there.
+        taken: The most bytes since it was called last, beyond those before the pass, and now.
+    """
+
+    def __init__(self, model: Any, taken: Callable[[], tuple[int, int]]) -> None:
+        self._model, self._taken = model, taken
+        self._names: list[str] = []  # in the order of forward passes
+        self._weights: tuple[int, ...] | None = ()  # beside the rest's; None: not even those
+        self._back: frozenset[str] = frozenset()
+        self._leaving: frozenset[str] = frozenset()
+        self._summed: frozenset[str] = frozenset()
+        self._found: list[_Interval] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the one pass in the body."""
+        handles = [
+            handle
+            for name, layer in repeated_layers(self._model).items()
+            for handle in (
+                layer.register_forward_pre_hook(partial(self._begins, name), with_kwargs=True),
+                layer.register_forward_hook(partial(self._ends, name)),
+            )
+        ]
+        self._taken()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._note(self._taken()[0])
+        for name in (*reversed(self._names), ""):  # also layers whose inputs have no gradients
+            if name not in self._summed | self._leaving:
+                self._leave(name)
+        self._weights = None
+        self._leave("")
+
+    def _begins(self, name: str, _: Any, args: Any, kwargs: Any) -> Any:
+        self._names.append(name)
+        place = len(self._names) - 1
+        self._becomes(place, place + 1)
+        return when_back(args, kwargs, partial(self._went_back, name, place))
+
+    def _ends(self, name: str, layer: Any, args: Any, output: Any) -> None:
+        place = len(self._names) - 1
+        self._becomes(place + 1)
+        when_going_back(output, partial(self._goes_back, name, place))
+
+    def _goes_back(self, name: str, place: int) -> None:
+        self._becomes(place, place - 1)
+        self._back = frozenset({name})
+
+    def _went_back(self, name: str, place: int) -> None:
+        self._becomes(place, place - 1)
+        self._leave(name)
+        self._weights = (place - 1,)
+
+    def _becomes(self, *weights: int) -> None:
+        """Note the time that ends, and whose weights are whole from now on."""
+        self._note(self._taken()[0])
+        self._weights = weights
+
+    def _leave(self, name: str) -> None:
+        """A layer's gradients begin to leave, and those of the one before are summed."""
+        self._summed |= self._leaving
+        self._note(self._taken()[1])
+        self._back, self._leaving = frozenset(), frozenset({name})
+
+    def _note(self, taken_bytes: int) -> None:
+        gradients = self._back | self._leaving
+        self._found.append(_Interval(taken_bytes, self._weights, gradients, self._summed))
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that the pass took."""
+        return max(0, *(found.taken_bytes for found in self._found))
+
+    def moments(self) -> tuple[PassMoment, ...]:
+        """Those at which a device may hold most, whatever its share and what is shared."""
+        homes, weights, gradients = layers_of(self._model), Counter[str](), Counter[str]()
+        for parameter in self._model.parameters():
+            home = homes[id(parameter)]
+            home = home if home in self._names else ""
+            weights[home] += parameter.nbytes
+            gradients[home] += parameter.nbytes if parameter.requires_grad else 0
+        order = dict(enumerate(self._names))
+
+        def whole(places: tuple[int, ...] | None) -> set[str]:
+            return set() if places is None else {order.get(place, "") for place in places} | {""}
+
+        return most_of(
+            PassMoment(
+                taken_bytes=max(0, found.taken_bytes),
+                weight_bytes=sum(weights[name] for name in whole(found.weights)),
+                gradient_bytes=sum(gradients[name] for name in found.gradients | {""}),
+                summed_bytes=sum(gradients[name] for name in found.summed),
+            )
+            for found in self._found
+        )
