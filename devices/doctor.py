@@ -24,7 +24,7 @@ from ..schema.errors import FileError
 from ..schema.files import read_text
 from ..schema.spelling import whole_number
 from .cuda import nvidia_driver
-from .memory import machine_memory_bytes
+from .memory import free_memory_bytes, machine_memory_bytes
 from .precision import TF32_OVERRIDE, emulated_bfloat16, mixed_tf32
 from .torch_version import OLDEST, is_too_old
 
@@ -67,6 +67,7 @@ class Facts:
     omp_num_threads: str | None = None
     tf32_override: str | None = None
     memory_bytes: int | None = None
+    memory_free_bytes: int | None = None
     disk_free_bytes: int | None = None
 
     @property
@@ -90,6 +91,12 @@ class Facts:
             ("backends", " ".join(self.backends) or "none"),
             ("cores", f"{self.cores} (OMP_NUM_THREADS {self.omp_num_threads or 'unset'})"),
             ("memory", f"{self.memory_bytes / gib:.1f} GiB" if self.memory_bytes else "unknown"),
+            (
+                "memory free",
+                f"{self.memory_free_bytes / gib:.1f} GiB; its GPUs share what they offload"
+                if self.memory_free_bytes
+                else "unknown",
+            ),
             (
                 "disk free",
                 f"{self.disk_free_bytes / gib:.1f} GiB" if self.disk_free_bytes else "unknown",
@@ -304,6 +311,7 @@ def collect_facts() -> Facts:
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         tf32_override=os.environ.get(TF32_OVERRIDE),
         memory_bytes=machine_memory_bytes(),
+        memory_free_bytes=free_memory_bytes(),
         disk_free_bytes=shutil.disk_usage(".").free,
         **_torch_facts(),
     )

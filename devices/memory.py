@@ -74,6 +74,16 @@ def machine_memory_bytes() -> int:
     return total
 
 
+def free_memory_bytes() -> int | None:
+    """Memory that programs may still take of this machine; None where the kernel does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    free = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")), None)
+    return None if free is None else min(free, machine_memory_bytes())
+
+
 def limit_memory(limit_bytes: int) -> None:
     """Let this process's own memory grow to ``limit_bytes`` in all and no further.
 

@@ -164,8 +164,8 @@ def _are_alike(pool: Cluster) -> bool:
         and len(first.devices) == 1
         and inside >= outside
         and all(
-            (one.devices, one.intra_bytes_per_second)
-            == (first.devices, first.intra_bytes_per_second)
+            (one.devices, one.intra_bytes_per_second, one.host_memory_bytes)
+            == (first.devices, first.intra_bytes_per_second, first.host_memory_bytes)
             for one in others
         )
     )

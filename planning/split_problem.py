@@ -20,7 +20,13 @@ from ..schema.problem import (
 )
 from ..schema.profile import BatchPoint, Profile, changed_curves
 from .costs.compute import busy_ratio, point_at
-from .costs.memory import COMPARED_BYTES, fitting_points, reserve_of, with_reserve
+from .costs.memory import (
+    COMPARED_BYTES,
+    fitting_points,
+    most_pinned_bytes,
+    reserve_of,
+    with_reserve,
+)
 from .costs.sharding import unit_bytes
 from .links import Pair, measured_between, stated_link
 from .pool_parts import Key, Keys, worst_of
@@ -45,6 +51,7 @@ def split_problem(
     the type with other devices. The ring of gradients is as slow as the pool's slowest link, where
     that is known: stated, or measured between two types (``split_keys``). Shared states are
     gathered and reduced at that rate, and no faster than the slowest all-reduce in the profiles.
+    Offloaded passes must leave their host's memory to its other devices, too.
 
     With ``interpolate``, sizes between profiled ones are allowed; their time and memory are linear
     between the neighbours'. In the uniform regime this is the one size that the plan needs. In the
@@ -290,7 +297,14 @@ def _option(
             for point in curve
         )
 
-    others = changed_curves(profile, lambda how, curve: beside_others(curve))
+    pinned = most_pinned_bytes(profile, pool)
+
+    def on_host(point: BatchPoint) -> bool:
+        return pinned is None or (point.pinned_bytes or 0) <= pinned
+
+    others = changed_curves(
+        profile, lambda how, curve: tuple(filter(on_host, beside_others(curve)))
+    )
     return ShardedDevices(**{**others, **terms}, memory_bytes=limit)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..schema.errors import ProblemError, TargetError
 from ..schema.options import option, told
-from ..schema.profile import PassMoment
+from ..schema.layers import PassMoment
 from .timing import RepeatPolicy, RepeatTiming
 
 TOO_LARGE = (
@@ -55,6 +55,7 @@ class SizeResult:
     buffered_pass_bytes: int | None = None
     update_bytes: int | None = None
     beside_bytes: int | None = None
+    pinned_bytes: int | None = None
     moments: tuple[PassMoment, ...] = ()
 
 

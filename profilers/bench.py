@@ -132,12 +132,15 @@ class Bench:
         """What each part of a step takes and gives back; empty where the peak is the process's."""
         if self.backend.is_host:
             return {}
+        from ..runtime.offload import lane_of
         from .pass_moments import PassWatch
 
         self.optimizer.zero_grad(set_to_none=False)
-        watch = PassWatch(self.model, self._taking())
+        watch, lane = PassWatch(self.model, self._taking()), lane_of(self._torch_device)
+        pinned = 0 if lane is None else lane.pinned_bytes
         with watch.watching():
             self.run_pass(batch)
+        pinned = 0 if lane is None else lane.pinned_bytes - pinned
         update = footprint(self.optimizer.step, self.device)
         self.optimizer.zero_grad(set_to_none=True)
         first = footprint(lambda: self.run_pass(batch), self.device)
@@ -149,6 +152,7 @@ class Bench:
             "pass_bytes": most,
             "buffered_pass_bytes": waiting,
             "update_bytes": update.peak_bytes,
+            "pinned_bytes": pinned or None,
             "moments": watch.moments(),
         }
 

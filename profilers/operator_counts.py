@@ -717,6 +717,7 @@ def _pass(bench: Bench, size: int) -> PassCounts:
         peak_bytes=tally.peak_bytes,
         batch_bytes=sum(map(_bytes, _tensors(batch))),
         offloaded_bytes=lane.num_bytes,
+        pinned_bytes=lane.pinned_bytes or None,
         moments=watch.moments(),
     )
 
@@ -725,10 +726,13 @@ class _CountedLane:
     """Takes activations to no host (``runtime.offload``), and counts their bytes."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self.num_bytes = self.pinned_bytes = 0
 
     def put(self, values: list[Any]) -> tuple[list[Any], None]:
+        from ..runtime.offload import pinned_bytes
+
         self.num_bytes += sum(map(_bytes, values))
+        self.pinned_bytes += pinned_bytes(values)
         return [(len(one), one.dtype) for one in values], None
 
     def get(self, held: list[Any]) -> tuple[list[Any], None]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..planning.costs.memory import most_of
 from ..runtime.repeated_layers import layers_of, repeated_layers, when_back, when_going_back
-from ..schema.profile import PassMoment
+from ..schema.layers import PassMoment
 
 
 class _Interval(NamedTuple):
@@ -110,7 +110,11 @@ class PassWatch:
         return max(0, *(found.taken_bytes for found in self._found))
 
     def moments(self) -> tuple[PassMoment, ...]:
-        """Those at which a device may hold most, whatever its share and what is shared."""
+        """The moments at which a device may hold most, whatever its share and what is shared."""
+        return most_of(self.every())
+
+    def every(self) -> list[PassMoment]:
+        """All moments that were seen, in their order."""
         homes, weights, gradients = layers_of(self._model), Counter[str](), Counter[str]()
         for parameter in self._model.parameters():
             home = homes[id(parameter)]
@@ -122,7 +126,7 @@ class PassWatch:
         def whole(places: tuple[int, ...] | None) -> set[str]:
             return set() if places is None else {order.get(place, "") for place in places} | {""}
 
-        return most_of(
+        return [
             PassMoment(
                 taken_bytes=max(0, found.taken_bytes),
                 weight_bytes=sum(weights[name] for name in whole(found.weights)),
@@ -130,4 +134,4 @@ class PassWatch:
                 summed_bytes=sum(gradients[name] for name in found.summed),
             )
             for found in self._found
-        )
+        ]

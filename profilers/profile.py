@@ -12,6 +12,7 @@ from typing import Any
 from .. import __version__
 from ..devices.backend import DeviceRequest
 from ..devices.local import pinned
+from ..devices.memory import free_memory_bytes
 from ..schema.choices import Activations
 from ..schema.errors import HetflowError, TargetError
 from ..schema.optimizer import OptimizerState
@@ -425,7 +426,8 @@ def _points(base: _Base, costs: LoopCosts, group_bytes: int = 0) -> tuple[BatchP
 
 def _bytes_of(result: SizeResult, aside: int) -> dict[str, Any]:
     """What a point says of memory, with bytes that are aside of what was measured."""
-    taken = ("fragmentation_bytes", "pass_bytes", "buffered_pass_bytes", "update_bytes", "moments")
+    taken = ("fragmentation_bytes", "pass_bytes", "buffered_pass_bytes", "update_bytes")
+    taken += ("pinned_bytes", "moments")
     found = {name: getattr(result, name) for name in taken}
     return found | {"peak_memory_bytes": result.peak_memory_bytes + aside}
 
@@ -534,6 +536,7 @@ def _profile(
         group_workspace_bytes=base.group_workspace_bytes,
         beside_tensors=base.beside_tensors,
         reference_seconds=base.facts["reference_seconds"],
+        host_memory_bytes=free_memory_bytes() if "offloaded" in base.others else None,
     )
     if request.speed is not None or not tables or base.links is None:
         # Of emulated types nothing is rehearsed: a stage's passes are held to their layers' times.

@@ -25,10 +25,20 @@ _LEAST_BYTES = 1 << 16
 """Smaller storages stay: beginning a copy takes as long as these take on a link."""
 
 
+def pinned_bytes(values: Iterable[Tensor]) -> int:
+    """What copies of values take of the host's pinned memory: torch pins powers of two."""
+    return sum(1 << (one.nbytes - 1).bit_length() for one in values)
+
+
 class Lane:
-    """How activations of a device reach pinned memory of the host, and come back."""
+    """How activations of a device reach pinned memory of the host, and come back.
+
+    Attributes:
+        pinned_bytes: Of all that went to the host so far.
+    """
 
     def __init__(self, device: torch.device, stream: Stream) -> None:
+        self.pinned_bytes = 0
         self._device, self._stream = device, stream
         self._backend = backend_of(device)
 
@@ -39,6 +49,7 @@ class Lane:
             room = torch.empty(len(one), dtype=one.dtype, pin_memory=True)
             return room.copy_(one, non_blocking=True)
 
+        self.pinned_bytes += pinned_bytes(values)
         return self._beside(lambda: list(map(copied, values)))
 
     def get(self, held: list[Any]) -> tuple[list[Tensor], Any]:

@@ -50,11 +50,15 @@ class ServerGroup:
 
     Groups that name the same ``rack`` of the same ``zone`` share it. Without a name, each group's
     servers are joined to all others by the next level's link.
+
+    ``host_memory_bytes`` of each server's own memory are free for activations that its devices
+    offload; None takes those of the host that was profiled.
     """
 
     count: Count
     devices: dict[str, Count]
     intra_bytes_per_second: PositiveRate | None = None
+    host_memory_bytes: PositiveBytes | None = None
     rack: Name | None = None
     zone: Name | None = None
 

@@ -135,7 +135,7 @@ class PassCounts:
     ``kept_bytes`` are allocated when the forward pass ends; ``peak_bytes`` is the maximum at any
     time. Both do not include weights, buffers, gradients, optimizer state and the batch itself,
     whose size is ``batch_bytes``. ``offloaded_bytes`` go to the host in the forward pass, and come
-    back in the backward pass. ``moments`` are those of a ``BatchPoint``.
+    back in the backward pass. ``pinned_bytes`` and ``moments`` are those of a ``BatchPoint``.
     """
 
     batch_size: Count
@@ -145,6 +145,7 @@ class PassCounts:
     peak_bytes: Bytes
     batch_bytes: Bytes
     offloaded_bytes: Bytes = 0
+    pinned_bytes: Bytes | None = None
     moments: tuple[PassMoment, ...] = ()
 
 

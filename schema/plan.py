@@ -240,7 +240,7 @@ class ReplicaGroup:
     Where replicas share states, ``state_share_bytes`` are the most bytes of weights of which each
     keeps the states; in a stage of a pipeline, which deals layers whole, the share that these are
     to come near. None: equal shares. ``activations`` are those of a split's repeated layers; None
-    keeps them.
+    keeps them. ``pinned_bytes`` of its host's memory hold each device's, where they are offloaded.
     """
 
     device_type: Name
@@ -258,6 +258,7 @@ class ReplicaGroup:
     exposed_seconds: Seconds | None = None
     state_share_bytes: Bytes | None = None
     activations: Activations | None = None
+    pinned_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         most = self.num_replicas * self.device_batch_size

@@ -229,7 +229,8 @@ class BatchPoint:
     wait before they are written to where they are summed, and ``update_bytes``. A step's peak holds
     the largest of these. ``moments`` are the times of a pass at which devices that share states may
     hold most. Older files have ``first_pass_bytes`` in their place: of a pass where gradients are
-    not there, with those that come.
+    not there, with those that come. ``pinned_bytes`` of the host's memory hold activations that are
+    offloaded; None where none are.
 
     Example:
         >>> import hetflow
@@ -249,6 +250,7 @@ class BatchPoint:
     first_pass_bytes: Bytes | None = None
     buffered_pass_bytes: Bytes | None = None
     update_bytes: Bytes | None = None
+    pinned_bytes: Bytes | None = None
     moments: tuple[PassMoment, ...] = ()
 
     def __post_init__(self) -> None:
@@ -525,6 +527,9 @@ class Profile(Shown):
     ``links`` is the link between two devices of the type, ``links_to`` those to devices of other
     types on the same host.
 
+    ``host_memory_bytes`` is the free memory of the host that had the device, in which activations
+    may wait that are offloaded; None if not known.
+
     ``reference_seconds`` is a fixed product of matrices, which tells how fast the device was.
 
     ``estimate`` is how the profile was computed if it was not measured; its ``step_error`` is then
@@ -571,6 +576,7 @@ class Profile(Shown):
     estimate: Estimate | None = None
     frozen_weight_bytes: Bytes | None = None
     reference_seconds: MeasuredSeconds | None = None
+    host_memory_bytes: PositiveBytes | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -90,7 +90,12 @@ def _group_rows(plan: Plan) -> tuple[list[str], list[tuple[object, ...]]]:
             group.device_batch_size,
             f"{group.virtual_nodes} x {group.virtual_node_batch_size}"
             + (" (interpolated)" if group.interpolated else "")
-            + (f", {group.activations}" if group.activations else ""),
+            + (f", {group.activations}" if group.activations else "")
+            + (
+                f" ({pinned / 2**20:,.1f} MiB of the host)"
+                if (pinned := group.pinned_bytes)
+                else ""
+            ),
             milliseconds(
                 None if group.pass_seconds is None else group.pass_seconds * group.virtual_nodes
             ),

@@ -38,7 +38,7 @@ _STATED = {
         "plan": f"{_OF_ALL} uniform_virtual_nodes est emulated sync_bounds alternatives",
         "stage": "replicas shard copied_ratio",
         "replicas": f"{_OF_REPLICAS} pass_seconds interpolated measured_busy exposed_seconds "
-        "state_share_bytes memory_bytes activations",
+        "state_share_bytes memory_bytes activations pinned_bytes",
         "predicted": f"{_STEP} {_PARTS} compute_seconds load_seconds virtual_node_seconds "
         "fixed_seconds step_seconds_low step_seconds_high",
     },
@@ -129,9 +129,10 @@ def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
     if not plan.layers:
         for group in stage.replicas:
             full = group.num_replicas * group.virtual_nodes * group.virtual_node_batch_size
-            told = (group.state_share_bytes, group.activations)
-            if plan.shard is None and told != (None, None):
-                yield "state_share_bytes and activations are of replicas that share states"
+            told = (group.state_share_bytes, group.activations, group.pinned_bytes)
+            if plan.shard is None and told != (None, None, None):
+                names = "state_share_bytes, activations and pinned_bytes"
+                yield f"{names} are of replicas that share states"
             if group.samples != full:
                 yield f"{group.samples} samples on {group.device_type}, its passes hold {full}"
     if plan.stage_cost is None:

@@ -113,6 +113,10 @@ def split_view_faults(view: SplitProblem, problem: Problem) -> list[str]:
         ):
             found = {point.batch_size: point for point in curve}
             for measured in told:
+                if _pins_too_much(measured, profile, problem):
+                    if measured.batch_size in found:
+                        faults.append(f"{where}hosts lack memory for {measured.batch_size} samples")
+                    continue
                 size, point = measured.batch_size, found.get(measured.batch_size)
                 peak = None if point is None else point.peak_memory_bytes
                 compared = 2**17 if measured.buffered_pass_bytes is None else 0
@@ -258,11 +262,22 @@ def _held(point: BatchPoint) -> int:
 
 def _parts(point: BatchPoint, profile: Profile, problem: Problem) -> dict[str, Any]:
     """What the parts of a step take; of an update only by the optimizer that was measured."""
-    names = ("pass_bytes", "first_pass_bytes", "buffered_pass_bytes", "moments")
+    names = ("pass_bytes", "first_pass_bytes", "buffered_pass_bytes", "moments", "pinned_bytes")
     parts = {name: getattr(point, name) for name in names}
     named = profile.optimizer and profile.optimizer.name
     is_other = problem.optimizer is not None and problem.optimizer.name != named
     return parts | {"update_bytes": None if is_other else point.update_bytes}
+
+
+def _pins_too_much(point: BatchPoint, profile: Profile, problem: Problem) -> bool:
+    """Whether a server has no such host memory for each of its devices."""
+    for server in problem.pool.servers:
+        has = server.host_memory_bytes or profile.host_memory_bytes
+        number = sum(server.devices.values())
+        if profile.device_type in server.devices and has is not None:
+            if (point.pinned_bytes or 0) * number > has:
+                return True
+    return False
 
 
 def _context_bytes(profile: Profile) -> int:

@@ -183,6 +183,7 @@ def _group_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
             pass_seconds=point.step_seconds,
             interpolated=size in kind.interpolated_sizes and how == "kept",
             measured_busy=kind.alone is not None,
+            pinned_bytes=point.pinned_bytes,
         )
         yield from unlike(group, counted, f"{where}: ", TOLERANCE)
         if group.memory_bytes not in (None, held):

@@ -6,7 +6,8 @@ from math import ceil
 from typing import Any
 
 from ...schema.errors import ProblemError
-from ...schema.profile import BatchPoint, PassMoment
+from ...schema.layers import PassMoment
+from ...schema.profile import BatchPoint
 from .memory import most_of
 
 
@@ -62,6 +63,7 @@ def _between(low: BatchPoint, high: BatchPoint, batch_size: int) -> BatchPoint:
         first_pass_bytes=taken("first_pass_bytes"),
         buffered_pass_bytes=taken("buffered_pass_bytes"),
         update_bytes=taken("update_bytes"),
+        pinned_bytes=taken("pinned_bytes"),
         moments=most_of(moments),
         load_seconds=load,
         virtual_node_seconds=_part_between(

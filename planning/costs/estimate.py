@@ -181,6 +181,7 @@ def _point(counts: ModelCounts, found: PassCounts, estimator: Estimator) -> Batc
         peak_memory_bytes=standing + max(found.peak_bytes, counts.update_workspace_bytes),
         pass_bytes=found.peak_bytes,
         update_bytes=counts.update_workspace_bytes,
+        pinned_bytes=found.pinned_bytes,
         moments=found.moments,
     )
 

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from ...schema.profile import BatchPoint, MemoryReserve, PassMoment, Profile, changed_curves
+from ...schema.cluster import Cluster
+from ...schema.layers import PassMoment
+from ...schema.profile import BatchPoint, MemoryReserve, Profile, changed_curves
 
 COMPARED_BYTES = 1 << 17
 """What a worker keeps on its device to compare its parameters with others'."""
@@ -21,6 +23,20 @@ def fitting_points(batch_curve: Sequence[BatchPoint], memory_bytes: int) -> tupl
         memory_bytes: Memory of the device to plan for.
     """
     return tuple(p for p in batch_curve if p.peak_memory_bytes <= memory_bytes)
+
+
+def most_pinned_bytes(profile: Profile, pool: Cluster) -> int | None:
+    """Host memory in which a device's offloaded activations may wait; None if it is not known.
+
+    The devices of a server share it equally, whichever of them need it.
+    """
+    parts = [
+        memory // sum(server.devices.values())
+        for server in pool.servers
+        if profile.device_type in server.devices
+        and (memory := server.host_memory_bytes or profile.host_memory_bytes) is not None
+    ]
+    return min(parts, default=None)
 
 
 def most_of(moments: Iterable[PassMoment]) -> tuple[PassMoment, ...]:

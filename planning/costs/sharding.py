@@ -63,9 +63,9 @@ Line = tuple[Fraction, Fraction]
 def _moments(problem: ShardedProblem, point: BatchPoint) -> Iterator[tuple[int, int, int, int]]:
     """What a ``PassMoment`` holds, for each time of a pass at which a device may hold most.
 
-    Where a profile has none, it is one that is worse than all. In a first pass the most of what it
-    takes and of gradients that come is convex in the share, so it is at most linear between no
-    share and all; of all, the profile's pass holds one of the two layers too.
+    Where a profile has none, one is counted that is worse than all. A first pass and the gradients
+    that come in it take most as a convex function of the share: at most as linear between none and
+    all. With all of them the profile's pass holds one of the two layers too.
     """
     weights, trained = problem.weight_bytes, problem.weight_bytes - problem.frozen_bytes
     known = point.pass_bytes is not None and point.update_bytes is not None

@@ -203,6 +203,7 @@ class Training:
         losses: What shares of the script's losses count.
         sharing: The models whose states the workers share; None where each holds all.
         has_skipped: Whether the last update was left out for an overflow on another worker.
+        cuts_batches: Whether its library runs a pass for each virtual node.
         took_gradients: Whether the script has asked for gradients without a backward pass.
         known_losses: Nodes of the losses that a library's step may go back from, by a factor; None
             where it may from any.
@@ -258,7 +259,7 @@ class Training:
             shares = [slot.state_share_bytes or 0 for slot in config.workers]
             self.sharing = SharedModels(self, config.shard, shares)
         self.loader_batch_size = 0
-        self.took_gradients = False
+        self.took_gradients, self.cuts_batches = False, False
         self.known_losses: set[Any] | None = None
         self._ahead: deque[BatchPart] | None = None
         self._mark: Mark | None = None
@@ -457,7 +458,7 @@ class Training:
             weight: What its gradients count in the workers' plain mean.
         """
         self.pass_samples, self._part_weight, self._is_counted = num_samples, weight, False
-        self._is_inside = True
+        self._is_inside = self.cuts_batches = True
         self.losses.skip()
         try:
             yield

@@ -446,6 +446,7 @@ def _groups(
             exposed_seconds=None,
             interpolated=is_kept and one.size in kind.interpolated_sizes,
             activations=None if is_kept else one.activations,
+            pinned_bytes=one.point.pinned_bytes,
             state_share_bytes=share,
             memory_bytes=peak_bytes(problem, one.point, choice.shard, choice.rounds, share),
         )

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from hetflow.planning.checks.profiled import split_view_faults
 from hetflow.planning.split_problem import MAX_INTERPOLATED_SIZES, split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
-from hetflow.schema.problem import Problem
+from hetflow.schema.problem import Problem, ShardedDevices
 from hetflow.schema.profile import BatchPoint, BusyHost, Profile
 from hetflow.solvers.split.solve import solve
 
@@ -214,3 +215,41 @@ def test_sizes_between_join_each_curve() -> None:
     between = {p.batch_size: p for p in option.batch_curve}[16]
     assert between.step_seconds == pytest.approx(6.0)
     assert between.step_seconds_error == 0.01
+
+
+@pytest.mark.parametrize(
+    ("stated", "profiled", "pool", "fits"),
+    [
+        (None, None, "4xV100", True),  # not known
+        (None, 4 * GIB, "4xV100", True),  # a GiB for each device of the server
+        (None, 4 * GIB - 1, "4xV100", False),
+        (None, 4 * GIB - 1, "3xV100", True),
+        (4 * GIB, 1, "4xV100", True),  # the pool's word counts
+        (2 * GIB - 1, 8 * GIB, "2x(2xV100)", False),
+        (None, 2 * GIB, "2x(2xV100)", True),
+    ],
+)
+def test_offloaded_activations_share_their_hosts_memory(
+    stated: int | None, profiled: int | None, pool: str, fits: bool
+) -> None:
+    parsed = Cluster.parse(pool)
+    servers = tuple(replace(server, host_memory_bytes=stated) for server in parsed.servers)
+    offloaded = BatchPoint(batch_size=8, step_seconds=1.0, peak_memory_bytes=GIB, pinned_bytes=GIB)
+    measured = replace(
+        profile("V100"),
+        optimizer=named_optimizer("adamw"),
+        offloaded_curve=(offloaded,),
+        host_memory_bytes=profiled,
+    )
+    problem = Problem([measured], replace(parsed, servers=servers), 64)
+    view = split_problem(problem, shards=("all",))
+    (kind,) = view.devices
+    assert isinstance(kind, ShardedDevices)
+    assert bool(kind.offloaded_curve) is fits
+    assert split_view_faults(view, problem) == []
+    anyhow = replace(measured, host_memory_bytes=None)
+    unlimited = replace(problem, profiles=[anyhow], pool=parsed)
+    (free,) = split_problem(unlimited, shards=("all",)).devices
+    assert isinstance(free, ShardedDevices)
+    other = replace(kind, offloaded_curve=() if fits else free.offloaded_curve)
+    assert split_view_faults(replace(view, devices=(other,)), problem)

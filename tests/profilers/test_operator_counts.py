@@ -175,6 +175,9 @@ def test_offloaded_layers_are_gone_but_for_the_last(file: Path) -> None:
     batch = 4 * 400 * 100  # of which nobody takes a gradient
     assert offloaded.offloaded_bytes == 4 * layer - batch
     assert plain.offloaded_bytes == 0
+    assert plain.pinned_bytes is None
+    tensors = [4 * 400 * 100] * 3 + [4 * 400 * 400] * 8  # torch pins powers of two
+    assert offloaded.pinned_bytes == sum(1 << (size - 1).bit_length() for size in tensors)
     assert plain.kept_bytes - offloaded.kept_bytes == 3 * layer - batch
     assert plain.peak_bytes > offloaded.peak_bytes
 

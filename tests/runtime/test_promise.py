@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime import totals
+from hetflow.runtime import start, totals
 from hetflow.runtime.promise import promise
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
@@ -158,6 +159,26 @@ def test_fewer_are_tested_where_memory_lacks(jobs: Callable[..., hf.Job]) -> Non
         step(jobs(model), loss_of, data())
 
 
+@pytest.mark.usefixtures("small_virtual_nodes")
+def test_no_more_are_tested_where_a_plan_fills_the_memory(
+    jobs: Callable[..., hf.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def filling(*given: Any, **options: Any) -> promise.Promise:
+        return promise.Promise(*given, **{**options, "fits_passes": True})
+
+    monkeypatch.setattr(start, "Promise", filling)
+    model, most = nn.Linear(5, 3).double(), 0
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        most = max(most, len(model(x)))
+        return nn.functional.cross_entropy(model(x), y.clamp(min=0), reduction="sum")
+
+    with pytest.raises(TargetError, match="the loss of 2 samples"):
+        step(jobs(model), loss_of, data())
+    assert most == 2
+
+
 def test_a_loss_of_each_virtual_nodes_own_is_taken_where_the_script_says_so(
     jobs: Callable[..., hf.Job],
 ) -> None:
@@ -252,7 +273,7 @@ import sys
 import torch
 from torch.utils.data import DataLoader
 from hetflow import runtime as hf
-from hetflow.runtime import totals
+from hetflow.runtime import start, totals
 from hetflow.runtime.promise import promise
 from hetflow.tests.runtime import test_promise, losses
 model = test_promise.model_of()

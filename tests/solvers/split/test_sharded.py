@@ -15,10 +15,24 @@ from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import Plan, SharesCertificate
 from hetflow.schema.problem import ShardedDevices, ShardedProblem
+from hetflow.schema.layers import PassMoment
 from hetflow.schema.profile import BatchPoint
 from hetflow.solvers.split.sharded import solve
 
 INSTANCES = 300
+
+
+def moments(draw: random.Random, weights: int, most: int) -> tuple[PassMoment, ...]:
+    """Some of a pass, in half of the draws."""
+    return tuple(
+        PassMoment(
+            taken_bytes=draw.randint(0, most),
+            weight_bytes=draw.randint(0, weights // 2),
+            gradient_bytes=draw.randint(0, weights // 2),
+            summed_bytes=draw.randint(0, 10),
+        )
+        for _ in range(draw.choice([0, 0, 1, 3]))
+    )
 
 
 def drawn(seed: int) -> ShardedProblem:
@@ -36,6 +50,9 @@ def drawn(seed: int) -> ShardedProblem:
                 pass_bytes=size * sample if told else None,
                 update_bytes=draw.choice([0, 2 * weights]) if told else None,
                 first_pass_bytes=draw.choice([None, size * sample + 7]) if told else None,
+                moments=moments(random.Random(f"{size}{seed}"), weights, size * sample)
+                if told
+                else (),
             )
             for size in sorted(draw.sample([1, 2, 3, 4], draw.randint(1, 3)))
         )
@@ -142,7 +159,16 @@ def most_share(
             return found + beside
         found -= max(point.pass_bytes, point.update_bytes)  # between the parts of a step
         passes = found + beside + point.pass_bytes
-        if rounds == 1 and point.first_pass_bytes is not None:
+        if point.moments and shard in ("gradients", "all"):
+            passes = max(
+                found
+                + moment.taken_bytes
+                + moment.gradient_bytes
+                + (moment.weight_bytes if shard == "all" else 0)
+                - (rounds == 1) * Fraction(share, weights) * (trained - moment.summed_bytes)
+                for moment in point.moments
+            )
+        elif rounds == 1 and point.first_pass_bytes is not None:
             coming = point.first_pass_bytes - point.pass_bytes - problem.second_trained_bytes
             kept = (states + 1) * trained + (weights if shard == "all" else 0)
             passes += Fraction(share, weights) * max(coming - trained, -kept)
