@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..schema.errors import ProblemError, TargetError
-from ..schema.options import option, told
 from ..schema.layers import PassMoment
+from ..schema.options import option, told
 from .timing import RepeatPolicy, RepeatTiming
 
 TOO_LARGE = (

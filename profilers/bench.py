@@ -331,8 +331,9 @@ def _more_in_training(taken: dict[str, Any]) -> int:
     """What a step of hetflow's takes more than the target's own, where its parts are known."""
     if not taken:
         return 0
-    own = max(taken["pass_bytes"], taken["update_bytes"])
-    return COMPARED_BYTES + max(0, taken["buffered_pass_bytes"] - own)
+    own: int = max(taken["pass_bytes"], taken["update_bytes"])
+    waiting: int = taken["buffered_pass_bytes"]
+    return COMPARED_BYTES + max(0, waiting - own)
 
 
 def _described(value: object) -> str:

@@ -426,9 +426,8 @@ def _points(base: _Base, costs: LoopCosts, group_bytes: int = 0) -> tuple[BatchP
 
 def _bytes_of(result: SizeResult, aside: int) -> dict[str, Any]:
     """What a point says of memory, with bytes that are aside of what was measured."""
-    taken = ("fragmentation_bytes", "pass_bytes", "buffered_pass_bytes", "update_bytes")
-    taken += ("pinned_bytes", "moments")
-    found = {name: getattr(result, name) for name in taken}
+    taken = "fragmentation_bytes pass_bytes buffered_pass_bytes update_bytes pinned_bytes moments"
+    found = {name: getattr(result, name) for name in taken.split()}
     return found | {"peak_memory_bytes": result.peak_memory_bytes + aside}
 
 

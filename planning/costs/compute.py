@@ -1,6 +1,7 @@
 """Computation: the time of one forward + backward pass, t_i(b) of VirtualFlow 5.1.2."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import product
 from math import ceil
 from typing import Any
@@ -51,7 +52,9 @@ def _between(low: BatchPoint, high: BatchPoint, batch_size: int) -> BatchPoint:
 
     # What is held at most is convex in the size: no more than that of both sizes' moments.
     moments = (
-        PassMoment(**{n: linear(getattr(a, n), getattr(b, n)) for n in PassMoment.__slots__})
+        PassMoment(
+            **{one.name: linear(getattr(a, one.name), getattr(b, one.name)) for one in fields(a)}
+        )
         for a, b in product(low.moments, high.moments)
     )
 

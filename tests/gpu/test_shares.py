@@ -99,7 +99,7 @@ def test_no_device_takes_more_than_its_plan_says(software: GpuHost, tmp_path: Pa
         assert group.memory_bytes is not None
         assert group.state_share_bytes is not None
         planned = group.memory_bytes - RESERVE_BYTES
-        assert 0.92 * planned < peak <= planned
+        assert 0.95 * planned < peak <= planned
         most = 2 * trained * group.state_share_bytes / (trained + frozen)
         assert state == pytest.approx(most, rel=0.01)
         shares.append(state)

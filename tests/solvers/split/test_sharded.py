@@ -12,10 +12,10 @@ import pytest
 from hetflow.planning.checks.sharded_split import check
 from hetflow.schema import files
 from hetflow.schema.errors import InfeasibleError
+from hetflow.schema.layers import PassMoment
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import Plan, SharesCertificate
 from hetflow.schema.problem import ShardedDevices, ShardedProblem
-from hetflow.schema.layers import PassMoment
 from hetflow.schema.profile import BatchPoint
 from hetflow.solvers.split.sharded import solve
 
