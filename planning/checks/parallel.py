@@ -605,14 +605,14 @@ def _message(plan: Plan, problem: ParallelProblem, stages: tuple[int, int], size
     for number in stages:
         for group in plan.stages[number].replicas:
             degree = group.tensor_parallel_size
-            sent = size if problem.boundary_rule == "scattered" else size * degree
+            sent = size if problem.boundary_rule != "whole" else size * degree
             for link in _pool(problem, group).links:
                 if link.tensor_parallel_size == degree:
                     slowest = max(slowest, definitions.curve_seconds(link.curve, sent))
     for one in plan.stages[stages[0]].replicas:
         for other in plan.stages[stages[1]].replicas:
             copies = max(one.tensor_parallel_size, other.tensor_parallel_size)
-            sent = size if problem.boundary_rule == "scattered" else size * copies
+            sent = size if problem.boundary_rule != "whole" else size * copies
             for curve in _curves_between(problem, {one.device_type, other.device_type}):
                 slowest = max(slowest, definitions.curve_seconds(curve, sent))
     return slowest + slowest if problem.boundary_rule == "blocking" else slowest

@@ -198,7 +198,7 @@ def _options(problem: ParallelProblem, size: int, replicas: int) -> Iterator[_Op
 
 def _message(problem: ParallelProblem, curve: LinkCurve, size: float, copies: int) -> float:
     seconds = definitions.curve_seconds(
-        curve, size if problem.boundary_rule == "scattered" else size * copies
+        curve, size if problem.boundary_rule != "whole" else size * copies
     )
     return 2 * seconds if problem.boundary_rule == "blocking" else seconds
 

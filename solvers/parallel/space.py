@@ -360,7 +360,7 @@ def _between(
         curve = problem.link_between(*names)
         if curve is not None:
             copies = max(one.tensor_parallel_size, other.tensor_parallel_size)
-            copies = 1 if problem.boundary_rule == "scattered" else copies
+            copies = 1 if problem.boundary_rule != "whole" else copies
             found[i, j] = [waits * curve.seconds(copies * each) for each in outputs]
     return found
 
@@ -451,7 +451,7 @@ def _option(
     stashed = sizes.selective_bytes if is_selective else sizes.stashed_bytes
     outputs = [0.0, *(float(bytes_) * microbatch_size for bytes_ in problem.output_bytes)]
     curve = pool.link(degree)
-    copies = 1 if problem.boundary_rule == "scattered" else degree
+    copies = 1 if problem.boundary_rule != "whole" else degree
     waits = 2 if problem.boundary_rule == "blocking" else 1
     sends = [waits * curve.seconds(copies * each) for each in outputs]
     # The gradient of a stage's input is as large as the output before it; Sailor takes the

@@ -137,7 +137,7 @@ def test_what_crosses_a_boundary(problem: ParallelProblem) -> None:
         assert check(found, asked) == []
         assert [g.tensor_parallel_size for s in found.stages for g in s.replicas] == [2, 2]
         transfers.append(found.stages[0].transfer_seconds)
-    assert transfers == pytest.approx([10 / 50, 20 / 50, 40 / 50])
+    assert transfers == pytest.approx([10 / 50, 20 / 50, 20 / 50])
 
 
 def test_devices_and_memory_that_are_not_there(plan: Plan, problem: ParallelProblem) -> None:
