@@ -1,24 +1,29 @@
-"""Servers of a small pool told apart, so that stages are placed on the servers that suit them.
+"""Servers told apart, a few at a time, so that stages are placed on the servers that suit them.
 
 Planners count devices by type, and all links of a kind at the rate of the slowest one. Where
 servers are unlike, that hides the fast ones. Here each type of each server is a type of its own,
 with the links of that server. The same search then chooses how many devices of each server a stage
-takes. A plan states these devices, and is judged on the servers that hold them.
+takes. A plan states these devices, and is judged on the servers that hold them. Of a larger pool
+the largest parts are planned so. Each part of a pool is one of a larger pool, too: so more servers
+never make a plan slower, as they would if only small pools were planned so.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, product
+from itertools import cycle, islice, product
 from math import inf
 from typing import TypeVar
 
 from ..schema.cluster import Cluster, Link
 from ..schema.plan import Alternative, Plan, ReplicaGroup
 from ..schema.problem import Problem
+from .pool_parts import Chosen, Parts, part_with, subsets
 
 _Staged = TypeVar("_Staged", Plan, Alternative)
 MOST_KINDS = 6
-"""Types of servers, each type of each server counted, up to which a search tells them apart."""
+"""Types of servers, each type of each server counted, that a search tells apart."""
+MOST_SELECTIONS = 300
+"""Parts of a pool whose servers may be told apart, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +102,53 @@ def states_devices(plan: Plan) -> bool:
     return plan.kind == "parallel" and any(group.first_device is not None for group in each)
 
 
-def told_apart(problem: Problem, most_kinds: int | None = None) -> Apart | None:
-    """The problem with its servers told apart; None where no two have a type in common.
+def parts_to_tell_apart(pool: Cluster) -> Parts:
+    """The largest parts whose servers a search can tell apart, where that may help.
 
-    Args:
-        problem: Whose pool and profiles.
-        most_kinds: None also for more types of servers, and where all servers are alike; without it
-            there is no limit.
+    A small pool is the only one, and is equal to the part but not the same object.
     """
-    if most_kinds is not None and _are_alike(problem.pool):
-        return None
+    free = {place: group.count for place, group in enumerate(pool.servers)}
+    items = [
+        (place, tuple((name, group.devices[name]) for name in names))
+        for place, group in enumerate(pool.servers)
+        for names in subsets(list(group.devices))
+    ]
+    if _num_kinds(pool) <= MOST_KINDS:
+        found = iter([replace(pool)])
+    else:
+        found = (part_with(pool, chosen) for chosen in _selections(items, MOST_KINDS, free))
+    parts = [
+        part
+        for part in islice(found, MOST_SELECTIONS)
+        if len(part.num_devices) < _num_kinds(part) and not _are_alike(part)
+    ]
+    return Parts([pool], next(found, None) is None, parts)
+
+
+def _num_kinds(pool: Cluster) -> int:
+    return sum(group.count * len(group.devices) for group in pool.servers)
+
+
+def _selections(
+    items: Sequence[tuple[int, tuple[tuple[str, int], ...]]], kinds: int, free: Mapping[int, int]
+) -> Iterator[Chosen]:
+    """All ways to take so many types of servers; of a server all types or some."""
+    if not kinds:
+        yield ()
+    if not kinds or not items:
+        return
+    (place, devices), *others = items
+    for count in range(min(free[place], kinds // len(devices)), -1, -1):
+        left = {**free, place: free[place] - count}
+        taken: Chosen = ((place, count, devices),) if count else ()
+        for rest in _selections(others, kinds - count * len(devices), left):
+            yield (*taken, *rest)
+
+
+def told_apart(problem: Problem) -> Apart | None:
+    """The problem with its servers told apart; None where no two have a type in common."""
     servers = [group for group in problem.pool.servers for _ in range(group.count)]
-    numbers = [len(server.devices) for server in servers]
-    if not len(problem.pool.num_devices) < sum(numbers) <= (most_kinds or sum(numbers)):
+    if len(problem.pool.num_devices) == _num_kinds(problem.pool):
         return None
     devices: dict[str, tuple[str, range]] = {}
     names: dict[str, list[str]] = {name: [] for name in problem.pool.device_types}

@@ -44,14 +44,18 @@ MOST_UNEVEN = 4
 MOST_CANDIDATES = 150
 """Candidates for parts that are looked at; those that leave out the fewest links come first."""
 MOST_PARTS = 16
-"""Parts that are planned (``_unlike_first``); the bounds of others stay in the proof."""
+"""Parts of each kind that are planned (``_unlike_first``); bounds of others are in the proof."""
 
 
 class Parts(NamedTuple):
-    """The pool and its parts; whether these are all that may have faster plans."""
+    """The pool and its parts; whether these are all that may have faster plans.
+
+    ``apart`` are parts whose servers are told apart.
+    """
 
     pools: list[Cluster]
     are_all: bool
+    apart: Sequence[Cluster] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ def _candidates(
             for kept in _trimmed(largest, degrees, in_levels=in_levels):
                 if kept not in seen:
                     seen.add(kept)
-                    yield _part_with(pool, kept)
+                    yield part_with(pool, kept)
 
 
 def _fewest_first(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -301,7 +305,8 @@ def _capped(width: int, number: int) -> int:
     return width if number >= width else 0
 
 
-def _part_with(pool: Cluster, chosen: Chosen) -> Cluster:
+def part_with(pool: Cluster, chosen: Chosen) -> Cluster:
+    """The part of a pool that has the chosen servers and devices."""
     names = {name for *_, devices in chosen for name, _ in devices}
     return replace(
         pool,
@@ -367,19 +372,22 @@ def best_of_parts(
     bounds: list[float | None] = []
     refused: InfeasibleError | TooLittleTimeError | None = None
     whole_seconds, whole = inf, parts.pools[0]
-    leasts = [0.0] * len(parts.pools)
-    if least_seconds is not None and len(parts.pools) > 1:
-        leasts = [least_seconds(pool) for pool in parts.pools]
-    others: list[tuple[float, Cluster]] = list(zip(leasts[1:], parts.pools[1:], strict=True))
-    pools = [(leasts[0], whole), *_unlike_first(others)]
-    most = len(pools) if least_seconds is None else MOST_PARTS
-    for number, (least, pool) in enumerate(pools):
+    every = [*parts.pools, *parts.apart]
+    leasts = [0.0] * len(every)
+    if least_seconds is not None and len(every) > 1:
+        leasts = [least_seconds(pool) for pool in every]
+    ranked = _unlike_first(zip(leasts[1:], every[1:], strict=True))
+    most = len(every) if least_seconds is None else MOST_PARTS
+    left = {False: min(len(parts.pools), most), True: min(len(parts.apart), most)}
+    for least, pool in ((leasts[0], whole), *ranked):
         if best is not None and least >= best[1].proof.objective:
             continue
-        if number >= most:
+        is_apart = any(pool is each for each in parts.apart)
+        if not left[is_apart]:
             bounds.append(least)
             continue
-        share = clock.part(min(len(pools), most) - number)
+        share = clock.part(min(sum(left.values()), 2) if pool is whole else sum(left.values()))
+        left[is_apart] -= 1
         try:
             if best is not None and share.effort().should_stop():
                 raise TooLittleTimeError("no time is left for this part")
@@ -392,7 +400,7 @@ def best_of_parts(
             refused = refused or error
             continue
         bounds.append(plan.proof.lower_bound)
-        if number == 0:
+        if pool is whole:
             whole_seconds = plan.predicted.step_seconds
         if best is None or plan.proof.objective < best[1].proof.objective:
             best = pool, plan
@@ -405,7 +413,7 @@ def best_of_parts(
     if pool is not whole:
         step = plan.predicted.step_seconds
         over_all = "no plan fits" if whole_seconds == inf else f"a step takes {whole_seconds:.4g} s"
-        if set(pool.device_types) <= set(whole.device_types):
+        if pool != whole:
             _log.info(
                 f"the plan is for {pool.title} of the pool, with a step of {step:.4g} s: over all "
                 f"its devices and links {over_all}"

@@ -12,13 +12,13 @@ from ..schema.parallel import ParallelProblem
 from ..schema.plan import Plan
 from ..schema.problem import Problem
 from ..schema.requests.solve import SolveRequest
-from .apart import MOST_KINDS, Apart, told_apart
+from .apart import Apart, parts_to_tell_apart, told_apart
 from .checks.parallel import shared_by
 from .limits import TimeShares
 from .parallel_problem import chunks_of, degrees_of, parallel_keys, parallel_problem
 from .pipelines import say_obstacle, trace_for, with_origin
 from .plan_dollars import priced
-from .pool_parts import best_of_parts, parts_of
+from .pool_parts import Parts, best_of_parts, parts_of
 from .request import Question
 
 _log = logging.getLogger("hetflow")
@@ -90,39 +90,38 @@ def _in_the_best_part(
     """
     from ..solvers.parallel.solve import least_seconds, solve
 
-    problems: dict[int, ParallelProblem] = {}
-
-    def problem_of(pool: Cluster) -> ParallelProblem:
-        if id(pool) not in problems:
-            problems[id(pool)] = _view(replace(question.problem, pool=pool), question.asked, trace)
-        return problems[id(pool)]
-
+    problem, own = question.problem, _view(question.problem, question.asked, trace)
     pools = parts_of(
         question.pool,
-        partial(parallel_keys, question.problem),
+        partial(parallel_keys, problem),
         degrees=degrees_of(question.profiles),
     )
-    apart = told_apart(question.problem, MOST_KINDS)
-    if apart is not None:
-        try:
-            problems[id(apart.problem.pool)] = _view(apart.problem, question.asked, trace)
-            pools.pools.append(apart.problem.pool)
-        except ProblemError:  # a link that is told of the whole pool alone
-            apart = None
+    unlike = parts_to_tell_apart(question.pool)
+    views: dict[int, tuple[ParallelProblem, Apart | None]] = {id(question.pool): (own, None)}
 
-    def least_of(part: Cluster) -> float:
-        is_apart = apart is not None and part is apart.problem.pool
-        return least_seconds(problem_of(part if is_apart else question.pool), part.num_devices)
+    def view(part: Cluster) -> tuple[ParallelProblem, Apart | None]:
+        if id(part) not in views:
+            of_part = replace(problem, pool=part)
+            apart = told_apart(of_part) if any(part is each for each in unlike.apart) else None
+            of_part = of_part if apart is None else apart.problem
+            views[id(part)] = _view(of_part, question.asked, trace), apart
+        return views[id(part)]
+
+    def solved(part: Cluster, share: TimeShares) -> Plan:
+        try:
+            seen, _ = view(part)
+        except ProblemError as error:  # a link that is told of the whole pool alone
+            raise InfeasibleError(error.message, hint=error.hint) from None
+        return solve(seen, effort=share.effort(), chunked=share.effort(2))
 
     pool, plan = best_of_parts(
-        pools,
+        Parts(pools.pools, pools.are_all and unlike.are_all, unlike.apart),
         clock,
-        lambda part, share: solve(problem_of(part), effort=share.effort(), chunked=share.effort(2)),
-        least_of,
+        solved,
+        lambda part: least_seconds(own, part.num_devices),
     )
-    if apart is not None and pool is apart.problem.pool:
-        return question.pool, problem_of(pool), plan, apart
-    return pool, problem_of(pool), plan, None
+    seen, apart = view(pool)
+    return pool, seen, plan, apart
 
 
 def _view(problem: Problem, asked: SolveRequest, trace: LayerTrace | None) -> ParallelProblem:

@@ -20,7 +20,8 @@ simulator (docs/parallel.md)."""
 BoundaryRule = Literal["scattered", "whole", "blocking"]
 """What crosses a boundary between stages. ``scattered``: each device of a tensor-parallel group
 sends its part of the activation (scatter/gather, thesis 4.4.1). ``whole``: each device sends the
-whole activation. ``blocking``: as ``scattered``, and a stage waits for what it sends and receives."""
+whole activation. ``blocking``: as ``scattered``, and a stage waits for what it sends and
+receives."""
 
 
 @record

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hetflow
-from hetflow.planning.apart import MOST_KINDS, told_apart
+from hetflow.planning.apart import parts_to_tell_apart, told_apart
 from hetflow.planning.parallel_problem import parallel_problem
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.cluster import Cluster, ServerGroup
@@ -81,7 +81,7 @@ def test_servers_that_are_alike_need_not_be_told_apart(
 ) -> None:
     pool = cluster(*(server(rate, **dict([each])) for each in servers), inter=inter)
     problem = Problem(PROFILES, pool, 8)
-    assert (told_apart(problem, MOST_KINDS) is None) == (rate >= inter)
+    assert (parts_to_tell_apart(pool).apart == []) == (rate >= inter)
     apart, plan = told_apart(problem), solved(pool)
     assert apart is not None
     least = fastest(parallel_problem(apart.problem, recompute=False))
@@ -118,3 +118,13 @@ def test_servers_told_apart_have_the_links_of_their_pairs(pool: Cluster) -> None
     for link in view.between:
         one, other = (own[name] for name in link.device_types)
         assert link.curve.coefficients == (stated(pool, one, other)[0],)
+
+
+@pytest.mark.slow
+def test_one_more_server_than_can_be_told_apart_slows_nothing_down() -> None:
+    servers = [server(A=3), server(A=1), server(1e9, A=2), server(B=3), server(B=1)]
+    servers.append(server(1e8, B=2))
+    pool = cluster(*servers, server(A=1), inter=1e8)
+    before, after = solved(cluster(*servers, inter=1e8)), solved(pool)
+    assert after.predicted.step_seconds <= before.predicted.step_seconds * (1 + 1e-9)
+    assert hetflow.check(after, PROFILES, pool) == []

@@ -186,7 +186,7 @@ def test_one_more_server_than_parts_can_be_planned_for_is_left_alone() -> None:
 def test_equal_links_need_no_parts() -> None:
     pool = Cluster.parse("2x(2xA,2xB)")
     problem = Problem(PROFILES, pool, 8, link_bytes_per_second=1e9)
-    assert parts_of(pool, partial(parallel_keys, problem)) == ([pool], True)
+    assert parts_of(pool, partial(parallel_keys, problem)) == Parts([pool], are_all=True)
 
 
 def test_parts_that_are_not_planned_leave_their_bounds_in_the_proof() -> None:
