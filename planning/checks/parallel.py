@@ -648,12 +648,19 @@ def _reduce(plan: Plan, problem: ParallelProblem, number: int) -> float:
 
 
 def _ring(plan: Plan, problem: ParallelProblem, number: int, *, rounds: int) -> float:
-    """Seconds in which the largest shard of any replica goes round the ring, in buckets."""
+    """Seconds in which the gradients of replicas go round a ring, in buckets.
+
+    These are shards if all have one degree. Else they are whole, and the ring is of all devices; it
+    is counted as if all replicas had the greatest degree.
+    """
     stage, start = plan.stages[number], _start(plan, number)
     replicas = sum(group.num_replicas for group in stage.replicas)
     if replicas == 1:
         return 0.0
-    degree = min(group.tensor_parallel_size for group in stage.replicas)
+    degrees = [group.tensor_parallel_size for group in stage.replicas]
+    degree = min(degrees)
+    if problem.cost_rule == "hetflow" and degree < max(degrees):
+        degree, replicas = 1, replicas * max(degrees)
     wanted = 1 if problem.cost_rule == "sailor" else degree
     sizes = next(s for s in problem.sizes if s.tensor_parallel_size == wanted)
     left = float(sum(_of(stage, sizes.weight_bytes, start)))

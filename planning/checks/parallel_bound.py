@@ -300,7 +300,7 @@ class _Search:
         self.budget = self.devices / replicas
         self.pools = np.array([option.pool for option in options], dtype=int)
         self.degrees = np.array([option.degree for option in options], dtype=float)
-        self._rings: dict[tuple[tuple[LinkCurve, ...], int], Table] = {}
+        self._rings: dict[tuple[tuple[LinkCurve, ...], int, int], Table] = {}
         self._units: dict[int, tuple[Table, ...]] = {}
         self.shares_weights = problem.shard == "all" and replicas > 1
         self.unlike = tuple(self._pairs_of_unlike_memory())
@@ -421,7 +421,8 @@ class _Search:
             if len(self.problem.pools) > 1 and self.replicas > 1:
                 curve = _link_of_one(pool)
                 degrees = [s.tensor_parallel_size for s in self.problem.sizes]
-                rings += [self._ring_over([curve], t) for t in degrees if t <= option.degree]
+                alike = [t for t in degrees if t <= option.degree]
+                rings += [self._ring_over([curve], t, self.replicas) for t in alike]
             ring: Table = np.min(rings, axis=0)
             # Some replica of a stage has at least an equal share, but it may be of another type.
             others = [o for o in self.options if self.unlike and o.degree == option.degree]
@@ -444,7 +445,11 @@ class _Search:
 
     def ring(self, options: tuple[_Option, ...]) -> Table:
         """[start, end] seconds of the all-reduce of a stage's replicas."""
-        return self._ring_over(self.curves(options), min(option.degree for option in options))
+        degrees = [option.degree for option in options]
+        degree, members = min(degrees), self.replicas
+        if self.problem.cost_rule == "hetflow" and degree < max(degrees):
+            degree, members = 1, members * max(degrees)  # whole gradients, by all devices
+        return self._ring_over(self.curves(options), degree, members)
 
     def curves(self, options: tuple[_Option, ...]) -> list[LinkCurve]:
         """The links that replicas of some options cross."""
@@ -459,10 +464,10 @@ class _Search:
         both = [x.curve for x in self.problem.between if {*x.device_types} <= names]
         return curves + (both if len(pools) > 1 else [])
 
-    def _ring_over(self, curves: Sequence[LinkCurve], degree: int) -> Table:
+    def _ring_over(self, curves: Sequence[LinkCurve], degree: int, members: int) -> Table:
         sizes = next(s for s in self.problem.sizes if s.tensor_parallel_size == degree)
         whole = _between(sizes.weight_bytes)
-        key = (tuple(curves), degree)
+        key = (tuple(curves), degree, members)
         if self.shares_weights:
             _, _, largest, rest, _ = self.units(degree)
             once = self._over(
@@ -471,22 +476,22 @@ class _Search:
             return np.where(np.isfinite(whole), once, inf)
         if key not in self._rings:
             known, where = np.unique(whole, return_inverse=True)
-            taken = [self._ring_seconds(curves, float(each)) for each in known]
+            taken = [self._ring_seconds(curves, float(each), members) for each in known]
             self._rings[key] = np.array(taken)[where].reshape(whole.shape)
         return self._rings[key]
 
-    def _ring_seconds(self, curves: Sequence[LinkCurve], left: float) -> float:
+    def _ring_seconds(self, curves: Sequence[LinkCurve], left: float, members: int) -> float:
         if self.replicas == 1 or left == inf:
             return 0.0 if left < inf else inf
         bucket = self.problem.bucket_bytes
         full = 0 if bucket is None or left <= bucket else ceil(left / bucket) - 1
         buckets = [(1, left - full * (bucket or 0)), (full, float(bucket or 0))]
         slowest = max(
-            sum(n * definitions.curve_seconds(c, each / self.replicas) for n, each in buckets if n)
+            sum(n * definitions.curve_seconds(c, each / members) for n, each in buckets if n)
             for c in curves
         )
         rounds = 1 if self.problem.shard == "gradients" else 2
-        return rounds * (self.replicas - 1) * slowest
+        return rounds * (members - 1) * slowest
 
     @property
     def _room(self) -> float:

@@ -27,10 +27,12 @@ def ring_link(pool: ParallelPool, tensor_parallel_size: int, num_replicas: int) 
 
 
 class Rings:
-    """Rings of one number of replicas, by device type and by the degree whose shards they reduce.
+    """Rings of one number of replicas, by device type and degree.
 
-    A stage of two types reduces the shard of the least degree, over the slowest of each type's link
-    and that between both; a stage of one type may be inside a server.
+    A stage of two types uses the slowest of each type's link and that between both; a stage of one
+    type may be inside a server. Replicas of one degree reduce a shard in a ring of one device each.
+    Those of unlike degrees reduce whole gradients in one ring of all devices, as many as if all had
+    the greater degree.
 
     Args:
         problem: Whose weights and links.
@@ -42,35 +44,38 @@ class Rings:
         self, problem: ParallelProblem, num_replicas: int, effort: Effort = DEFAULT
     ) -> None:
         self._problem, self._d, self._effort = problem, num_replicas, effort
-        self._tables: dict[tuple[tuple[LinkCurve, ...], int], np.ndarray] = {}
+        self._tables: dict[tuple[tuple[LinkCurve, ...], int, int], np.ndarray] = {}
         self._waits: dict[tuple[int, tuple[LinkCurve, ...]], np.ndarray] = {}
 
-    def table(self, pools: tuple[int, ...], degree: int) -> np.ndarray:
-        """Seconds of the all-reduce of stages on devices of these pools [starts, ends]."""
-        return self._table(self._links(pools, degree), degree)
+    def table(self, pools: tuple[int, ...], degrees: tuple[int, ...]) -> np.ndarray:
+        """Seconds of the all-reduce of stages on groups of these pools [starts, ends]."""
+        return self._table(self._links(pools, degrees), *self._ring(degrees))
 
     def least(self, pool: int, degree: int) -> np.ndarray:
-        """What stages that have such a replica take at least [starts, ends].
-
-        With one of another type they reduce the shard of any degree up to this one.
-        """
-        tables = [self.table((pool,), degree)]
+        """What stages with such a replica, alone or beside others, take at least [starts, ends]."""
+        tables = [self.table((pool,), (degree,))]
         if len(self._problem.pools) > 1:
             degrees = {t.tensor_parallel_size for p in self._problem.pools for t in p.times}
-            known = [t for t in sorted(degrees) if t <= degree and self._problem.sizes_of(t)]
+            known = [t for t in sorted(degrees) if self._problem.sizes_of(t)]
             link = (self._problem.pools[pool].link(1),)
-            tables += [self._table(link, t) for t in known]
+            tables += [self._table(link, *self._ring((degree, t))) for t in known]
         least: np.ndarray = np.min(tables, axis=0)
         return least
 
     def of_mix(self, space: OptionSpace, mix: tuple[int, ...], start: int, end: int) -> float:
         """Seconds of the all-reduce of one stage."""
         options = [space.options[o] for o in mix]
-        degree = min(option.tensor_parallel_size for option in options)
-        links = self._links(tuple(option.pool for option in options), degree)
+        degrees = tuple(option.tensor_parallel_size for option in options)
+        links = self._links(tuple(option.pool for option in options), degrees)
         if self._problem.shard == "all":
-            return float(self._table(links, degree)[start, end])
-        return float(self._seconds(links, degree, [start, end])[0, 1])
+            return float(self._table(links, *self._ring(degrees))[start, end])
+        return float(self._seconds(links, *self._ring(degrees), [start, end])[0, 1])
+
+    def _ring(self, degrees: tuple[int, ...]) -> tuple[int, int]:
+        """The degree whose shards a ring reduces, and its members."""
+        if self._problem.cost_rule == "sailor" or min(degrees) == max(degrees):
+            return min(degrees), self._d
+        return 1, self._d * max(degrees)
 
     def waits(self, option: StageOption, pools: tuple[int, ...]) -> np.ndarray:
         """What transfers of shared weights add to passes of stages [starts, ends].
@@ -79,7 +84,7 @@ class Rings:
             option: That makes the passes, and shares weights.
             pools: Of all replicas of the stage.
         """
-        return self._waits_over(option, self._links(pools, option.tensor_parallel_size))
+        return self._waits_over(option, self._links(pools, (option.tensor_parallel_size,)))
 
     def least_waits(self, option: StageOption) -> np.ndarray:
         """``waits`` at least, whatever other type has replicas of the stage."""
@@ -103,23 +108,28 @@ class Rings:
             )
         return self._waits[key]
 
-    def _links(self, pools: tuple[int, ...], degree: int) -> tuple[LinkCurve, ...]:
+    def _links(self, pools: tuple[int, ...], degrees: tuple[int, ...]) -> tuple[LinkCurve, ...]:
         """The links of a ring: inside a server, or each type's own and those between types."""
         each = [self._problem.pools[pool] for pool in pools]
         if len(each) == 1:
-            return (ring_link(each[0], degree, self._d),)
+            return (ring_link(each[0], min(degrees), self._d),)
         pairs = combinations([pool.device_type for pool in each], 2)
         between = (self._problem.link_between(*pair) for pair in pairs)
         return (*(pool.link(1) for pool in each), *(link for link in between if link is not None))
 
-    def _table(self, links: tuple[LinkCurve, ...], degree: int) -> np.ndarray:
-        if (links, degree) not in self._tables:
+    def _table(self, links: tuple[LinkCurve, ...], degree: int, members: int) -> np.ndarray:
+        key = links, degree, members
+        if key not in self._tables:
             self._effort.check()
-            self._tables[links, degree] = self._seconds(links, degree, slice(None))
-        return self._tables[links, degree]
+            self._tables[key] = self._seconds(*key, slice(None))
+        return self._tables[key]
 
     def _seconds(
-        self, links: tuple[LinkCurve, ...], degree: int, places: "list[int] | slice"
+        self,
+        links: tuple[LinkCurve, ...],
+        degree: int,
+        members: int,
+        places: "list[int] | slice",
     ) -> np.ndarray:
         if self._problem.shard == "all" and self._d > 1:
             sizes = self._problem.sizes_of(degree)
@@ -127,8 +137,10 @@ class Rings:
             units = shared_units(self._problem.layers, sizes.weight_bytes)
             return shared_seconds(units, self._d, links)[2]
         shard, bucket = _gradients(self._problem, degree, places), self._problem.bucket_bytes
+        if self._d == 1:
+            return np.zeros_like(shard)
         slowest: np.ndarray = np.max(
-            [_ring_seconds(shard, self._d, link, bucket) for link in links], axis=0
+            [_ring_seconds(shard, members, link, bucket) for link in links], axis=0
         )
         return ring_rounds(self._problem) / 2 * slowest
 
@@ -147,9 +159,7 @@ def _gradients(problem: ParallelProblem, degree: int, places: "list[int] | slice
 def _ring_seconds(
     gradient_bytes: np.ndarray, num_replicas: int, curve: LinkCurve, bucket_bytes: int | None
 ) -> np.ndarray:
-    """``bucketed_ring_seconds`` of every element."""
-    if num_replicas < 2:
-        return np.zeros_like(gradient_bytes)
+    """``bucketed_ring_seconds`` of every element, of at least two replicas."""
     whole, rest, full = np.zeros_like(gradient_bytes), gradient_bytes, 0.0
     if bucket_bytes is not None:
         whole, rest = np.divmod(gradient_bytes, bucket_bytes)
@@ -205,9 +215,10 @@ def _may_reduce_faster(problem: ParallelProblem, fewer: int, more: int) -> bool:
         return False
     sizes = _reduced_bytes(problem)
     return any(
-        ((more - 1) * _message_seconds(curve, sizes / more)
-         < (fewer - 1) * _message_seconds(curve, sizes / fewer) * (1 - 1e-12)).any()
+        ((more * scale - 1) * _message_seconds(curve, sizes / (more * scale)) < (1 - 1e-12)
+         * (fewer * scale - 1) * _message_seconds(curve, sizes / (fewer * scale))).any()
         for curve in curves
+        for scale in {t.tensor_parallel_size for pool in problem.pools for t in pool.times} | {1}
     )  # fmt: skip
 
 

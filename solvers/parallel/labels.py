@@ -129,7 +129,7 @@ class Labels:
         self._update_at = np.array([option.update_at for option in options])
         self._gather_ratio = gather_ratio(problem)
         rings = [
-            (tuple(pool for pool, _ in kind.groups), min(devices for _, devices in kind.groups))
+            (tuple(pool for pool, _ in kind.groups), tuple(degree for _, degree in kind.groups))
             for kind in self._kinds
         ]
         known = sorted(set(rings))

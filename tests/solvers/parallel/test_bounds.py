@@ -46,5 +46,9 @@ def test_all_reduces_of_every_stage(bucket_bytes: int | None) -> None:
     problem = replace(two_types(), bucket_bytes=bucket_bytes)
     seconds = 4 * (2 << 20) / 3 / 1e9  # two layers of 1 MiB at every degree
     for pools in ((0,), (1,), (0, 1)):
-        assert Rings(problem, 3).table(pools, 2)[1, 3] == pytest.approx(seconds)
-        assert not np.any(Rings(problem, 1).table(pools, 2))  # one replica reduces nothing
+        degrees = (2,) * len(pools)
+        assert Rings(problem, 3).table(pools, degrees)[1, 3] == pytest.approx(seconds)
+        assert not np.any(Rings(problem, 1).table(pools, degrees))  # one replica reduces nothing
+    unlike = Rings(problem, 3).table((0, 1), (1, 2))[1, 3]  # whole gradients, as if of 6 devices
+    assert unlike == pytest.approx(10 * (2 << 20) / 6 / 1e9)
+    assert not np.any(Rings(problem, 1).table((0, 1), (1, 2)))
