@@ -150,10 +150,6 @@ class Dashboard:
 def serving(listen: str, folder: Path) -> Iterator[Dashboard]:
     """Serve the page of a state folder, which need not be there yet.
 
-    Args:
-        listen: Address and port.
-        folder: The cluster's state.
-
     Raises:
         ProblemError: The address is none, or cannot be listened on.
     """

@@ -56,11 +56,6 @@ class HostLeases:
     ) -> None:
         """Start a lease's keeper, which starts the launch, unless that was started before.
 
-        Args:
-            folder: The lease's.
-            document: What the keeper reads (``work.json``).
-            environment: Variables set besides those of this process.
-
         Raises:
             FileError: The folder cannot be written, or the host has no room for a process.
         """

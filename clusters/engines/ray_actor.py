@@ -21,11 +21,6 @@ class LeaseActor:
 
         That begins here, not by a call: Ray keeps what makes an actor, but forgets the calls of a
         scheduler that was killed.
-
-        Args:
-            folder: The lease's, which this node sees at the same path.
-            document: What the keeper reads.
-            environment: Variables set besides those of Ray.
         """
         self._folder = Path(folder)
         self._leases = HostLeases(stopped_with_parent())

@@ -48,10 +48,7 @@ class Claim:
 def share_elastically(running: Sequence[Claim], waiting: Sequence[Claim], free: int) -> list[int]:
     """Algorithm 1: devices of the running jobs, then of those that join from the queue's head.
 
-    Args:
-        running: Jobs that hold devices.
-        waiting: The queue, its head first.
-        free: Devices that are up.
+    ``waiting`` is the queue, its head first.
     """
     claims = list(running)
     wanted = _shares(claims, free)
@@ -96,10 +93,7 @@ def _by_weight(claims: Sequence[Claim], free: int) -> list[int]:
 def _above_least(claims: Sequence[Claim], order: Sequence[int], free: int) -> list[int]:
     """Fair shares, each at least the job's least number, or 0 where that does not fit.
 
-    Args:
-        claims: The jobs.
-        order: Their places, those that come first where not all fit.
-        free: Devices to share.
+    ``order`` lists places, those that come first where not all fit.
     """
     shares, left, reserved = [0] * len(claims), free, 0
     open_ = set[int]()
@@ -124,9 +118,7 @@ def _above_least(claims: Sequence[Claim], order: Sequence[int], free: int) -> li
 def admit_whole(demands: Sequence[int], free: int) -> int:
     """Static priority: how many jobs from the queue's head get all devices that they ask for.
 
-    Args:
-        demands: Devices that each asks for, the queue's head first.
-        free: Devices that no job holds.
+    The head's demand comes first.
     """
     for number, demand in enumerate(demands):
         if demand > free:

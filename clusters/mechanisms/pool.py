@@ -301,11 +301,7 @@ class Active:
     scale, last_type, kind, restarts = _Whole(0), _Whole(1), _Whole(2), _Whole(3)
 
     def __init__(self, pool: ClusterPool) -> None:
-        """Start empty.
-
-        Args:
-            pool: Devices and throughputs.
-        """
+        """Start empty."""
         self.pool = pool
         self.capacity = pool.capacity
         self.consolidated = pool.consolidated

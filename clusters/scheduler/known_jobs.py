@@ -43,13 +43,7 @@ class KnownJobs:
         num_devices: Mapping[str, int],
         dollars_per_hour: Mapping[str, float],
     ) -> None:
-        """Know the jobs that the state says are present.
-
-        Args:
-            store: The state.
-            num_devices: The cluster's devices by type.
-            dollars_per_hour: The price of a device by type.
-        """
+        """Know the jobs that the state says are present."""
         self._store = store
         self._num_devices, self._dollars_per_hour = dict(num_devices), dict(dollars_per_hour)
         self._submissions: dict[int, Submission] = {}
@@ -119,12 +113,7 @@ class KnownJobs:
         self._wishes.pop(str(job), None)
 
     def learn(self, ended: Ended, types: Iterable[str]) -> None:
-        """Record how fast a job was, in a transaction, for the next ``use_measured``.
-
-        Args:
-            ended: The lease that measured it.
-            types: Of its devices.
-        """
+        """Record how fast a job was, in a transaction, for the next ``use_measured``."""
         kind = kind_of(self.submission(ended.lease.job))
         predicted = ended.lease.predicted_steps_per_second
         if note(self._store, kind, types, predicted, ended.measured_steps_per_second):

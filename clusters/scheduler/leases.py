@@ -489,13 +489,7 @@ def is_launch_asked(store: ClusterStore, lease: Lease) -> bool:
 
 
 def resize_outcome(store: ClusterStore, lease: Lease, now: float) -> ResizeOutcome | None:
-    """What became of a resize that was asked for; None while that is open.
-
-    Args:
-        store: The state.
-        lease: It has ``resizing_to`` and ``resize_asked``.
-        now: Seconds since the epoch.
-    """
+    """What became of a resize that was asked for; None while that is open."""
     try:
         answer = control.answered(_request(store, lease))
     except HetflowError as error:

@@ -83,11 +83,6 @@ def send(folder: Path, request: Request) -> Any:
 def answer_member(store: ClusterStore, text: str, member: Account) -> Any:
     """Answer the request of another user.
 
-    Args:
-        store: The state.
-        text: What was sent, which may be anything.
-        member: Who sent it.
-
     Raises:
         HetflowError: It is no request, or this user may not ask for it.
     """
@@ -97,10 +92,7 @@ def answer_member(store: ClusterStore, text: str, member: Account) -> Any:
 def answer(store: ClusterStore, request: Request, member: Account | None = None) -> Any:
     """Do what is asked for; what JSON can say of it.
 
-    Args:
-        store: The state.
-        request: It is.
-        member: Another user than the state's owner.
+    ``member`` is another user than the state's owner.
 
     Returns:
         Of ``submit`` the jobs' numbers; of ``queue`` a list of ``QueuedJob.to_plain``; of

@@ -49,13 +49,6 @@ def serve(
     After ``request_stop`` all jobs save and end, and stay queued. After SIGTERM or ctrl-C jobs go
     on without a scheduler; the next one adopts them.
 
-    Args:
-        folder: Where the state is, or will be.
-        pool: The devices.
-        engine: The engine's name.
-        settings: Policy, rounds and grace time.
-        say: Called with what a person should know.
-
     Raises:
         HetflowError: Another scheduler is there, or the state cannot be read or written.
     """
@@ -136,10 +129,6 @@ class _Steady:
 
     def __init__(self, make: Callable[[], Scheduler], say: Callable[[str], None]) -> None:
         """Begin.
-
-        Args:
-            make: Begins with the state as it is.
-            say: Called with what a person should know.
 
         Raises:
             HetflowError: As ``make``.

@@ -204,11 +204,6 @@ def run_case(
 ) -> Simulation:
     """Run a case; the same case gives the same result to the last digit.
 
-    Args:
-        case: What to simulate.
-        jobs: The trace, where the case draws none; may be a stream.
-        on_progress: Called with jobs done and virtual seconds.
-
     Raises:
         ProblemError: The trace or the case makes no sense.
     """
@@ -319,14 +314,7 @@ for _name, _scheduler in {
 
 
 def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) -> SimulationRun:
-    """A run as a record, its metrics over the case's window.
-
-    Args:
-        case: What was simulated.
-        run: What happened.
-        trace: Name of the trace.
-        with_jobs: Whether to keep every job's outcome.
-    """
+    """A run as a record, its metrics over the case's window."""
     kept = run.jobs
     if case.window is not None:
         arrived = sorted(run.jobs, key=lambda job: job.arrival_seconds)

@@ -143,12 +143,9 @@ class Failures:
     def strike(self, seats: Sequence[Seats], now_seconds: float, round_seconds: float) -> Ints:
         """Let servers and devices fail during a round; returns the holders they hit.
 
-        Every device that works fails with the same chance, whatever job holds it.
+        ``seats`` [holders] says what each holds.
 
-        Args:
-            seats: What each holder holds [holders].
-            now_seconds: Start of the round.
-            round_seconds: Its length.
+        Every device that works fails with the same chance, whatever job holds it.
         """
         held: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for holder, each in enumerate(seats):

@@ -129,13 +129,7 @@ class SpanBook:
     def __init__(
         self, types: Sequence[str], num_devices: Sequence[int], layout: DeviceLayout | None
     ):
-        """Start with no spans.
-
-        Args:
-            types: Names of the device types.
-            num_devices: Of each type.
-            layout: The servers they are on; None for a flat pool.
-        """
+        """Start with no spans."""
         self._types, self._layout = types, layout
         self._sizes: Sizes = [[n] for n in num_devices] if layout is None else layout.sizes
         self._held: dict[str, Seat] = {}

@@ -100,10 +100,6 @@ class Outages:
     def __init__(self, options: RoundOptions, pool: ClusterPool) -> None:
         """Everything is up.
 
-        Args:
-            options: Of the rounds.
-            pool: The devices.
-
         Raises:
             ProblemError: The failures are those of other servers than jobs are placed on.
             InfeasibleError: Failures are so frequent that devices would do hardly any useful work.
@@ -139,11 +135,6 @@ class Outages:
 
     def refuse_to_stall(self, active: Active, now_seconds: float, num_done: int) -> None:
         """Watch whether jobs end.
-
-        Args:
-            active: The jobs present.
-            now_seconds: Start of the round.
-            num_done: Jobs that ended so far.
 
         Raises:
             InfeasibleError: None has for very much longer than it takes without failures.

@@ -19,12 +19,7 @@ def remark(text: str) -> str:
 
 
 def case_of_host(deployment: Deployment, values: Sequence[str]) -> Iterator[str]:
-    """Lines that run one of several shell commands, by the host's ``$rank``.
-
-    Args:
-        deployment: The hosts.
-        values: One command for each group.
-    """
+    """Lines that run one of several shell commands, by the host's ``$rank``."""
     if len(values) == 1:
         yield values[0]
         return
@@ -87,10 +82,6 @@ def offers(groups: Sequence[HostGroup]) -> list[str]:
 def torchrun_script(deployment: Deployment, name: str) -> str:
     """Write a script that runs torchrun on one host.
 
-    Args:
-        deployment: What to launch.
-        name: The plan's path, for a comment.
-
     Raises:
         ProblemError: A host has devices of several types: one torchrun states one.
     """
@@ -132,12 +123,7 @@ def torchrun_script(deployment: Deployment, name: str) -> str:
 
 @exporter("hosts", takes=(Deployment,), wrote=lambda deployment: deployment.summary)
 def hosts_script(deployment: Deployment, name: str) -> str:
-    """Write a script that runs ``hetflow launch`` on one host.
-
-    Args:
-        deployment: What to launch.
-        name: The plan's path, for a comment.
-    """
+    """Write a script that runs ``hetflow launch`` on one host."""
     lines = _head(deployment, name)
     if deployment.num_hosts > 1:
         lines += case_of_host(deployment, offers(deployment.groups))

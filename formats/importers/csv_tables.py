@@ -18,6 +18,9 @@ from ...schema.jobs import Entity, Job, Jobs, ModelThroughput, PairThroughput, T
 from ...schema.spelling import did_you_mean
 from .registry import jobs_importer
 
+Cells = dict[str, str]
+T = TypeVar("T")
+
 
 def csv_lines(path: Path) -> tuple[list[str], Lines]:
     """Read the names of the columns, and the lines: their numbers and cells.
@@ -42,7 +45,7 @@ def _lines(path: Path) -> Lines:
         raise FileError(f"{path}: line {reader.line_num}: not valid CSV: {error}") from None
 
 
-def row_of(names: list[str], cells: list[str]) -> dict[str, str]:
+def row_of(names: list[str], cells: list[str]) -> Cells:
     """Name the cells of a line.
 
     Raises:
@@ -51,6 +54,21 @@ def row_of(names: list[str], cells: list[str]) -> dict[str, str]:
     if len(cells) != len(names):
         raise ProblemError(f"has {len(cells)} cells, the first line has {len(names)}")
     return dict(zip(names, cells, strict=True))
+
+
+def each_row(path: Path, names: list[str], lines: Lines, read: Callable[[Cells], T]) -> list[T]:
+    """What ``read`` makes of the cells of each line.
+
+    Raises:
+        FileError: It refuses a line, or the line has more or fewer cells than there are columns.
+    """
+    made = []
+    for number, cells in lines:
+        try:
+            made.append(read(row_of(names, cells)))
+        except ProblemError as error:
+            raise FileError(f"{path}: line {number}: {error.message}") from None
+    return made
 
 
 MOST_FAULTS = 10
@@ -63,7 +81,6 @@ def _whole(text: str) -> int:
 
 Row = dict[str, Any]
 Column = Callable[[str], object]
-T = TypeVar("T")
 
 _JOB_COLUMNS: dict[str, Column] = {
     "id": str,
@@ -154,14 +171,15 @@ def read_throughputs_csv(path: Path | Table) -> Throughputs:
     _refuse(name, faults)
     if not alone:
         raise FileError(f"{name}: holds no throughputs of models alone")
-    return _made(name, lambda: _throughputs(alone, apart, shared))
+    return _made(name, lambda: throughputs_of(alone, apart, shared))
 
 
-def _throughputs(
+def throughputs_of(
     alone: dict[tuple[str, int], dict[str, float]],
     apart: dict[tuple[str, int], dict[str, float]],
     shared: dict[tuple[str, str, int], dict[str, tuple[float, float]]],
 ) -> Throughputs:
+    """A table, by models and scale factor and then by device type."""
     models = tuple(
         ModelThroughput(
             model=model,

@@ -14,7 +14,8 @@ from typing import Any
 
 from ...schema.errors import FileError, HetflowError, ProblemError
 from ...schema.files import read_text
-from ...schema.jobs import Job, Jobs, ModelThroughput, PairThroughput, Throughputs
+from ...schema.jobs import Job, Jobs, Throughputs
+from .csv_tables import throughputs_of
 from .registry import jobs_importer
 
 _KEY = re.compile(r"\('([^'\\]+)', ([0-9]{1,6})\)")
@@ -56,20 +57,8 @@ def read_gavel_throughputs(path: Path, *, pairs: bool = True) -> Throughputs:
             alone.setdefault(key, {})[device] = single
             if pairs:
                 _add_pairs(shared, device, key, rates)
-        models = tuple(
-            ModelThroughput(
-                model=key[0],
-                scale_factor=key[1],
-                steps_per_second=rates,
-                unconsolidated_steps_per_second=apart.get(key) if key[1] > 1 else None,
-            )
-            for key, rates in alone.items()
-        )
-        together = tuple(
-            PairThroughput(models=(a, b), scale_factor=scale, steps_per_second=rates)
-            for (a, b, scale), rates in shared.items()
-        )
-        return Throughputs(models=models, pairs=together)
+        apart = {key: rates for key, rates in apart.items() if key[1] > 1}
+        return throughputs_of(alone, apart, shared)
     except HetflowError as error:
         raise FileError(f"{path}: {error.message}") from None
 

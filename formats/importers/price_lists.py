@@ -17,7 +17,7 @@ from typing import Any
 from ...schema.cluster import is_device_type
 from ...schema.errors import FileError, ProblemError
 from ...schema.market import InstanceType
-from .csv_tables import csv_lines, row_of
+from .csv_tables import csv_lines, each_row
 from .spot_prices import dollars_of
 
 _NEEDED = ("Instance", "GPU type", "# GPUs")
@@ -61,13 +61,7 @@ def read_instance_types(path: Path) -> tuple[InstanceType, ...]:
             + (f"no column {missing[0]!r}" if missing else f"unknown column {unknown[0][:60]!r}"),
             hint=f"columns are {', '.join(_NEEDED)}, and any of {', '.join(_MORE)}",
         )
-    found: list[InstanceType] = []
-    for number, cells in lines:
-        try:
-            found.append(_instance_type(row_of(names, cells)))
-        except ProblemError as error:
-            raise FileError(f"{path}: line {number}: {error.message}") from None
-    return tuple(found)
+    return tuple(each_row(path, names, lines, _instance_type))
 
 
 def _instance_type(cells: dict[str, str]) -> InstanceType:
@@ -107,13 +101,8 @@ def read_skypilot_catalogue(path: Path) -> tuple[InstanceType, ...]:
     if missing:
         raise FileError(f"{path}: line 1: no column {missing[0]!r}")
     cloud = path.resolve().parent.name if path.stem == "vms" else path.stem
-    found: list[_Price] = []
-    for number, cells in lines:
-        try:
-            found += _of_catalogue(row_of(names, cells), cloud)
-        except ProblemError as error:
-            raise FileError(f"{path}: line {number}: {error.message}") from None
-    return _machines(found, path)
+    found = each_row(path, names, lines, lambda cells: _of_catalogue(cells, cloud))
+    return _machines((price for prices in found for price in prices), path)
 
 
 def _of_catalogue(cells: dict[str, str], cloud: str) -> list[_Price]:

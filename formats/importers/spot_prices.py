@@ -27,7 +27,7 @@ from typing import Any
 from ...schema import files
 from ...schema.errors import FileError, ProblemError
 from ...schema.market import PriceHistory, utc_text
-from .csv_tables import csv_lines, row_of
+from .csv_tables import csv_lines, each_row
 from .registry import price_importer
 
 _KEYS = ("AvailabilityZone", "InstanceType", "SpotPrice", "Timestamp")
@@ -202,22 +202,21 @@ def _of_region(path: Path) -> list[PriceHistory]:
         raise FileError(f"{path}: line 1: must be Date, then the name of each machine once")
     columns: dict[str, dict[datetime, float | None]] = {}
     last: datetime | None = None
-    for number, cells in lines:
-        try:
-            prices = row_of(names, cells)
-            day = _day(prices.pop("Date"))
-            if last is not None and day <= last:
-                raise ProblemError(
-                    f"{cells[0]} does not come after the day before it; sort the lines"
-                )
-            if last is not None and day > last + _DAY:
-                for name in prices:
-                    columns[name][last + _DAY] = None
-            last = day
-            for name, cell in prices.items():
-                columns.setdefault(name, {})[day] = dollars_of(cell) if cell else None
-        except ProblemError as error:
-            raise FileError(f"{path}: line {number}: {error.message}") from None
+
+    def add(cells: dict[str, str]) -> None:
+        nonlocal last
+        date = cells.pop("Date")
+        day = _day(date)
+        if last is not None and day <= last:
+            raise ProblemError(f"{date} does not come after the day before it; sort the lines")
+        if last is not None and day > last + _DAY:
+            for name in cells:
+                columns[name][last + _DAY] = None
+        last = day
+        for name, cell in cells.items():
+            columns.setdefault(name, {})[day] = dollars_of(cell) if cell else None
+
+    each_row(path, names, lines, add)
     return [
         PriceHistory(
             cloud="azure",
@@ -270,11 +269,7 @@ def _of_table(path: Path) -> dict[_Offer, PriceHistory]:
             hint="for example: Time,Cloud,Zone,Instance,$/h",
         )
     changes: dict[_Offer, dict[float, float | None]] = {}
-    for number, cells in lines:
-        try:
-            _add_change(changes, row_of(names, cells))
-        except ProblemError as error:
-            raise FileError(f"{path}: line {number}: {error.message}") from None
+    each_row(path, names, lines, lambda cells: _add_change(changes, cells))
     until = max((max(told) for told in changes.values()), default=0.0)
     return {
         (cloud, zone, region, machine): PriceHistory(

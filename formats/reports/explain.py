@@ -80,9 +80,6 @@ def explain(plan: Plan) -> Explanation:
     shorter without it (planning/schedules/terms.py). What the plan does not separate stays in one
     term.
 
-    Args:
-        plan: Of any version of the format.
-
     Raises:
         ProblemError: The plan's terms do not add up to its step.
     """

@@ -43,18 +43,7 @@ def image_format(path: Path) -> str:
 
 
 def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
-    """Plot throughput over batch size, one line per device type (VirtualFlow figure 7, left).
-
-    Args:
-        profiles: Profiles of one or more device types.
-        file_format: ``png`` or ``svg``.
-
-    Returns:
-        The bytes of the file.
-
-    Raises:
-        HetflowError: matplotlib is not installed.
-    """
+    """Plot throughput over batch size, one line per device type (VirtualFlow figure 7, left)."""
     figure = new_figure()
     axes = figure.subplots()
     for profile in profiles:
@@ -77,18 +66,7 @@ def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
 
 
 def split_image(plan: Plan, file_format: str) -> bytes:
-    """Plot the split of a batch: each device's passes as bars on a time axis.
-
-    Args:
-        plan: The split.
-        file_format: ``png`` or ``svg``.
-
-    Returns:
-        The bytes of the file.
-
-    Raises:
-        HetflowError: matplotlib is not installed.
-    """
+    """Plot the split of a batch: each device's passes as bars on a time axis."""
     figure = new_figure()
     axes = figure.subplots()
     emulated = {device.device_type for device in plan.emulated}
@@ -215,15 +193,8 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
     than ``MOST_NAMED_ROWS`` devices are drawn as thin rows, named by server and type. If these
     are still too many, they are named by type.
 
-    Args:
-        run: A run with its spans and jobs.
-        file_format: ``png`` or ``svg``.
-
-    Returns:
-        The bytes of the file.
-
     Raises:
-        HetflowError: matplotlib is not installed, or the run keeps no jobs or no device names.
+        HetflowError: The run keeps no jobs or no device names.
     """
     hint = f"simulate it again with -o, or with {option('plot')}"
     if not run.jobs:

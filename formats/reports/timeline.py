@@ -100,12 +100,7 @@ def svg_timeline(timing: Timing, *, width: int = 1200) -> str:
 
 
 def html_timeline(timing: Timing, *, title: str | None = None) -> str:
-    """Draw a schedule as one HTML file that needs no other files.
-
-    Args:
-        timing: The timed schedule.
-        title: The heading; None is the schedule's name.
-    """
+    """Draw a schedule as one HTML file that needs no other files."""
     name = escape(title or timing.schedule.name)
     rows = "\n".join(_html_row(timing, rank) for rank in range(timing.schedule.num_ranks))
     return f"""<!DOCTYPE html>

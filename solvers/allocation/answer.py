@@ -37,10 +37,6 @@ def idle_devices(instance: Instance, outcome: Outcome) -> tuple[Floats, Floats]:
     slower ones. Types are looked at one at a time, everything else staying as it is. A job that
     shares could also leave for an idle column that is faster for it than its company, where its
     partner loses nothing by that.
-
-    Args:
-        instance: The jobs and the pool, as the policy sees them.
-        outcome: Time fractions of these jobs.
     """
     idle = np.maximum(instance.capacity - _used(instance, outcome), 0.0)
     idle = np.where(idle > NEGLIGIBLE_PART * instance.capacity, idle, 0.0)

@@ -242,11 +242,7 @@ class WarmMaxMin:
     """
 
     def __init__(self, capacity: Floats) -> None:
-        """Start with no classes.
-
-        Args:
-            capacity: Devices of each type [types].
-        """
+        """Start with no classes."""
         self.session = LinearSession()
         types = len(capacity)
         self.capacity = capacity

@@ -202,10 +202,12 @@ class TickBack:
         if span[1] > ahead[1]:
             more = (*later.shape[:-1], span[1] - ahead[1])
             later = np.concatenate((later, np.full(more, self.late_dollars, np.float32)), axis=-1)
+        # Holding nothing is always possible; everything else must be better than that.
         best = _with_units_done(later[:, 0], ahead[0], span, 0).copy()
         holdings = [
             (number, self.modes.first_of(number))
             for number in range(1, len(self.modes.holdings))
+            # A holding with more spot machines than any zone has can be held nowhere.
             if self.modes.holdings[number][0] <= available.max()
         ]
         zones, levels = self.modes.job.num_zones, self.modes.levels
@@ -228,6 +230,8 @@ class TickBack:
                     codes += offers.argmin(axis=0).astype(codes.dtype)
                     own = code + np.arange(zones, dtype=codes.dtype)[:, None, None]
                     codes[:zones] = np.where(offers < moved, own, codes[:zones])
+                # Before ``best`` is lowered: of equal ways the first in the order of holdings
+                # stays.
                 np.copyto(decided[1], codes, where=paid < best)
             np.minimum(paid, best, out=best)
         values: Values = np.repeat(best[:, None], self.modes.num_modes, axis=1)
@@ -237,6 +241,8 @@ class TickBack:
                 then = later[:zones, after + min(level + 1, len(levels) - 1)]
                 goes_on = self._held(*held, then, ahead[0], span, number, level)
                 if decided is not None:
+                    # At a tie it stays: a launch that gains nothing would lose a restart if the
+                    # chain is wrong.
                     np.less_equal(goes_on, best[:zones], out=decided[0][:, after + level])
                 np.minimum(goes_on, best[:zones], out=values[:zones, after + level])
         if span[0] == 0:
@@ -261,6 +267,7 @@ class TickBack:
             dollars = np.stack([done[work][zone] for zone, work in enumerate(works)])
         dollars = dollars + tick_dollars[..., None]
         if self.modes.holdings[holding][0]:
+            # Fewer are there: what is left is another holding, which begins with a restart.
             dollars[~is_there] = np.inf  # some are lost
         return dollars
 
@@ -434,6 +441,7 @@ def solve(job: RentJob, chain: Chain, *, unit_seconds: float | None = None) -> D
         values = back.values(
             dollars, chain.available, expected, spans[tick + 1], spans[tick], (keeps, launch)
         )
+        # Infinite values would make NaN where a chance of 0 meets them.
         np.minimum(values, np.float32(LATE_DOLLARS), out=values)
         stays.append(np.packbits(keeps, axis=-1))
         launches.append(launch)

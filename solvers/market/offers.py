@@ -481,7 +481,7 @@ class Bound:
 
 
 def bound(job: RentJob, prices: Prices) -> Bound:
-    """At least what any way to move among the offers costs; O(values x stretches x offers^2).
+    """At least what any way to move among the offers costs; O(values x stretches x offers).
 
     Also whether prices that go on could lower it; what they could is taken off.
 
@@ -507,6 +507,8 @@ def bound(job: RentJob, prices: Prices) -> Bound:
         if stretch == 0:
             entered = lost
         else:
+            # Moves within a cloud are free, between clouds they cost what leaving does: two minima
+            # replace the table of all pairs, so a stretch takes O(values x offers).
             within = [held[:, cloud].min(axis=1, keepdims=True) for cloud in near]
             anywhere = (held + leaving).min(axis=1, keepdims=True)
             for cloud, stayed in zip(near, within, strict=True):
@@ -520,11 +522,14 @@ def bound(job: RentJob, prices: Prices) -> Bound:
         if most_work >= job.work_seconds * (
             1 - 1e-9
         ):  # the job can have ended by the end of this stretch
+            # The job may end within this stretch: it holds the offer only while that lowers the
+            # bound.
             last = (usable + np.minimum(step, 0.0)).min(axis=1) + value[:, 0] * job.work_seconds
             least = min(least, float(last.max()))
         held = usable + step
         cheapest = float(cost[stretch].min())
         spent += cheapest * length if np.isfinite(cheapest) else 0.0
+        # A job that goes on for longer has paid this much at least, so later ends lower nothing.
         if spent >= least:
             is_final = True
             break

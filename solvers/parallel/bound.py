@@ -293,9 +293,14 @@ class Relaxation:
             allowed = allowed & (self.alone <= cap_seconds * _SLACK)
             if cap_exchange < inf and cap_exchange < self.exchange().max(initial=0.0):
                 allowed &= self.exchange() <= cap_exchange * _SLACK
+            # The first allowed start stands for all later ones: a stage that begins later is part
+            # of one that begins there, and takes no more. Where costs are not quite monotonous this
+            # allows too much, which a bound may.
             by_caps = np.where(allowed.any(axis=1), allowed.argmax(axis=1), size)
         found: list[np.ndarray] = []
         for placed in range(self.most_stages):
+            # From m stages behind on, no more microbatches are in flight, so memory allows the
+            # same.
             if placed >= self.num_microbatches:
                 found.append(found[-1])
                 continue
@@ -331,6 +336,9 @@ class Relaxation:
             if firsts[placed] is not first:
                 first = firsts[placed]
                 is_allowed = first < size
+                # The largest power of two within the window of starts from ``first`` to ``end -
+                # 1``: two windows of that length cover it, one from its first start and one up to
+                # its last.
                 level = np.frexp(np.where(is_allowed, ends - first, 1))[1] - 1
                 place = level * options * size + own
                 left = place + np.where(is_allowed, first, 0)
@@ -367,12 +375,16 @@ class Relaxation:
             return False
         rows = price_rows(self.problem.pools)
         tables = self.tables(rows, self.firsts(inf, inf), is_timed=False)
+        # Each row of prices is a test that every plan passes: its devices, weighed by the prices,
+        # weigh no more than the pool. Failing one is proof that none fits; passing all is none.
         return bool((tables[0, :, -1] <= rows @ self.budget * (1 + 1e-12)).all())
 
     def cap(self, seconds: float) -> float:
         """The longest time of a stage, in seconds, that a step under ``seconds`` allows."""
         m = self.num_microbatches
         left = seconds - self.space.least_seconds[-1]
+        # The slowest stage runs all m microbatches; and a step is (m - 1) T and one way through all
+        # stages, which takes the whole work at least.
         return min(seconds / m, left / (m - 1)) if m > 1 else seconds
 
     def regions(self, low_seconds: float, below: float, limit: float) -> list[CappedRegion]:
@@ -453,8 +465,13 @@ class Relaxation:
         for number in range(_MOST_PATHS):
             if number or program.num_paths:
                 limit, trial = program.best()
+                # The program's own prices jump between far corners while it knows few paths.
+                # Halfway to the best prices so far they settle in a few turns; any prices give a
+                # valid bound.
                 trial = trial if best == -inf else 0.5 * (trial + prices)
             # Far from what is to be proved, the region is split anyway.
+            # ``limit`` is what no prices can exceed, as far as paths are known; ``best`` is what
+            # some prove.
             if limit - best <= max(near, rough * (target - limit)):
                 is_near = limit - best <= near
                 break
@@ -465,6 +482,7 @@ class Relaxation:
                 break
             if least - float(trial @ self.budget) > best:
                 best, prices = least - float(trial @ self.budget), trial
+            # Enough is proved: better prices would refute nothing more.
             if best >= target:
                 break
             column = self._column(trial, tables, firsts)
@@ -517,11 +535,15 @@ class Relaxation:
         """
         if not region.is_priced:
             return [self.priced(region, below)]
+        # By how much the bound may be too low for either cap: plans at the upper end of T take that
+        # much longer than the bound, which counts T at its lower end.
         by_seconds = (self.num_microbatches - 1) * (region.high_seconds - region.low_seconds)
         by_exchange = min(
             region.high_exchange - region.low_exchange, max(below - region.least_seconds, 0.0)
         )
         is_small = self.size * self.most_stages <= _FEW
+        # Splitting costs a search for prices each time; with few layers, building the plans is
+        # cheaper.
         narrow = _NARROW_FOR_FEW if is_small else max(_NARROW, _CUTS / self.size**2)
         parts = [min(_PARTS, ceil(width / (narrow * below))) for width in (by_seconds, by_exchange)]
         if max(parts) <= 1:
@@ -583,6 +605,8 @@ class _Grid:
         behind = np.full((number, size), most)  # at least, behind each end
         behind[:, -1] = 0
         self._firsts = np.full((size, number, len(relaxation.numbers)), size)
+        # From the last layer back, as what is behind a stage decides how much memory it has: the
+        # fewest stages behind are certain, and the least memory in flight goes with them.
         for end in range(size - 1, 0, -1):
             relaxation.effort.check()
             placed = behind[:, end]

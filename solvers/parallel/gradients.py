@@ -178,12 +178,6 @@ def replica_counts(
     Others that run as many microbatches take more devices, and their all-reduce is no shorter:
     any plan of theirs is still one without some replicas. Not so where they share the optimizer's
     state, or where the all-reduce of more replicas may be shorter (``_may_reduce_faster``).
-
-    Args:
-        problem: Whose batch.
-        microbatch_size: b, samples.
-        most: Replicas.
-        is_timed: Whether seconds matter, and not memory alone.
     """
     units = -(-problem.global_batch_size // microbatch_size)
     fewest: dict[int, int] = {}

@@ -90,11 +90,6 @@ def search(
     No other shape is faster than that plan, unless ``effort`` ended the search. O(N^2 p v) vector
     operations for N layers and each degree.
 
-    Args:
-        problem: Whose layers; its ``num_model_chunks`` above 1 are tried.
-        spaces: The options at each microbatch size.
-        effort: Says when to stop.
-
     Returns:
         The plan, the shapes, and seconds that no shape left untried is faster than.
     """
@@ -121,12 +116,7 @@ def search(
 
 
 def refusal(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
-    """Why only interleaved pipelines were asked for and none was found, and the nearest that go.
-
-    Args:
-        problem: In which ``search`` found none.
-        spaces: The options at each microbatch size.
-    """
+    """Why only interleaved pipelines were asked for and none was found, and the nearest that go."""
     chunks, size = min(v for v in problem.num_model_chunks if v > 1), len(problem.layers)
     asked = " or ".join(map(str, problem.num_model_chunks))
     said = f"no interleaved pipeline with {asked} chunks a device is possible: "

@@ -92,6 +92,9 @@ class Labels:
             _Kind(key, tuple(numbers), num_pools + pairs.index(key) if len(key) > 1 else key[0][0])
             for key, numbers in groups.items()
         ]
+        # What two labels must have in common to be compared: nothing that still decides whether, or
+        # how fast, the stages before can be placed may differ. Each column of ``use`` is one such
+        # thing.
         # Labels count devices a replica of each type, and stages of each pair of types.
         # Where degrees do not divide servers, which ones were taken decides what finds a place.
         every = {group for kind in self._kinds for group in kind.groups}
@@ -142,6 +145,8 @@ class Labels:
             self._crossing = crossing.max(axis=(2, 3))
         if region.tables is None:
             firsts_of_caps = relaxation.firsts(region.high_seconds, region.high_exchange)
+            # Bounds of what is still to be placed: by seconds and prices, and by devices alone. The
+            # region's caps bound all stages, so its tables serve every label.
             rest = relaxation.tables(region.prices[None], firsts_of_caps, is_timed=True)[:, 0]
             devices = relaxation.tables(self._rows, firsts_of_caps, is_timed=False)
             self.region = region = replace(region, tables=(rest, devices))
@@ -178,6 +183,8 @@ class Labels:
         for kind in self._kinds:
             each = np.array([rows[:, pool] * devices for pool, devices in kind.groups])
             least, most = each.min(axis=0), each.max(axis=0)
+            # Of a pair one replica at least is of the dearer type; the other d - 1 may be of the
+            # cheaper.
             prices.append(least + (most - least) / d)
         return np.array(prices).reshape(len(self._kinds), len(rows))
 
@@ -240,12 +247,16 @@ class Labels:
         if not len(whole["bound"]):
             self._open[placed] = []
             return None
+        # Comparing all with all is worth it only once they have doubled: so it costs as much, all
+        # in all, as placing them did.
         if len(whole["bound"]) > 2 * self._compared[placed]:
             whole = _undominated(whole)
             self._compared[placed] = len(whole["bound"])
         if len(whole["bound"]) <= width:
             self._open[placed] = []
             return whole
+        # The least bounds first, a beam of each number of stages: a good plan is found early, and
+        # what it refutes is never placed. What is left over stays open, so nothing is lost.
         order = np.argsort(whole["bound"], kind="stable")
         self._open[placed] = [{name: each[order[width:]] for name, each in whole.items()}]
         return {name: each[order[:width]] for name, each in whole.items()}
@@ -255,6 +266,8 @@ class Labels:
     ) -> list[tuple[float, Stages]]:
         """Put each stage that may come next before each of these labels, which have one end."""
         arcs = self._arcs_of(placed, end)
+        # No label of this end can take an arc that raises the bound by more, so all others go at
+        # once.
         spare = (limit - float(labels["base"].min())) * _SLACK
         chosen = np.flatnonzero(arcs.extra < spare)
         self.work += _WORK_OF_A_LABEL * len(chosen) * len(labels["bound"])
@@ -268,6 +281,7 @@ class Labels:
         kind, start = arcs.kind[arc], arcs.start[arc]
         before = labels["kind"][one]
         is_root = before < 0
+        # A message is as slow as the slower of both stages' links, which only now are both known.
         back = np.maximum(self._back[np.maximum(before, 0), end], self._back[kind, end])
         sent = np.maximum(self._sent[np.maximum(before, 0), end], self._sent[kind, end])
         if self._crossing is not None:
@@ -303,8 +317,13 @@ class Labels:
         }
         region, exchange = self.region, values["update"] + values["reduce"]
         low = (self._m - 1) * region.low_seconds
+        # No stage of the region is faster than ``low_seconds`` at its slowest, even if none placed
+        # so far is that slow.
         rising = np.maximum(rising, values["total"] + own_back + low)
         rising += np.maximum(exchange, region.low_exchange)
+        # Prices count devices that are used and those that the rest will need, less the whole
+        # pool's worth: what is over budget makes the bound rise, so no count of devices is needed
+        # here.
         rest = values["price"] + self._rest[placed + 1][start]
         values["base"] = rising + rest - self._budget
         values["bound"] = np.maximum(values["base"], region.least_seconds)
@@ -318,6 +337,7 @@ class Labels:
         one, kind, start = one[keep], kind[keep], start[keep]
         kept["prices"] = labels["prices"][one] + self._prices[kind]
         needed = kept["prices"] + self._devices[placed + 1][:, start].T
+        # The same by devices alone, under many prices at once: one that fails any is no plan.
         has_room = (needed <= self._worth * (1 + 1e-9)).all(axis=1)
         kept["use"] = labels["use"][one] + self._used(kind, kept["mix"])
         self._open[placed + 1].append({name: each[has_room] for name, each in kept.items()})
@@ -344,12 +364,16 @@ class Labels:
             label, kind = one[whole[place]], values["kind"][whole[place]]
             own = self._used(kind[None], values["mix"][whole[place], None])[0]
             use = (labels["use"][label] + own).tobytes()
+            # Alike counts cannot be dealt either, whatever the stages' order: they are not tried
+            # again.
             if use in self._undealt:
                 continue
             stages = self._stages(values, int(whole[place]))
             try:
                 is_dealt = self._can_deal(stages)
             except UndecidedError:
+                # The plan may exist, so its bound stays in the answer's; else a search would claim
+                # too much.
                 self._undecided = min(self._undecided, float(values["bound"][whole[place]]))
                 continue
             if is_dealt:
@@ -418,6 +442,8 @@ class Labels:
                 for kind, pairs in zip(self._kinds, self._pairs, strict=True)
             ]
         each = both.max(axis=2)
+        # Of variants that differ in recomputation alone the fastest that fits is enough: it takes
+        # the same devices, and leaves the same for others.
         best = each.argmin(axis=1)
         rows, starts = np.arange(len(best))[:, None], np.arange(end)[None, :]
         fastest = each[rows, best, starts]

@@ -663,9 +663,6 @@ def missing_bytes(problem: ParallelProblem) -> int | None:
     By the relaxation that bounds devices, so less is not enough; with a single device type and one
     replica it is exact.
 
-    Args:
-        problem: In which no plan fits.
-
     Returns:
         None where no memory would help: there are too few devices for any group.
     """

@@ -232,10 +232,7 @@ class FeasibleSums:
 def feasible_sums(pool: SplitPool, counts: tuple[int, ...], seconds: float) -> FeasibleSums | None:
     """Decide whether ``counts`` devices can do exactly B samples within ``seconds``.
 
-    Args:
-        pool: Sizes and times.
-        counts: Devices of each type that may be used; 0 leaves a type out.
-        seconds: Bound on each device's compute time.
+    ``counts`` is 0 for types that are left out.
     """
     passes = pool.passes(seconds)
     tops = pool.tops(passes)

@@ -102,6 +102,7 @@ class _Choice:
 
     def options(self, seconds: float, end: float) -> list[tuple[_Entry, int, int]]:
         """Sizes that fit a time: the most passes, and the room for states within an end."""
+        # A bound on the end bounds what a device may update, and so what share it may keep.
         caps = [
             _NO_LIMIT if np.isinf(end) else most_updated_bytes(self.problem, kind, end)
             for kind in self.problem.devices
@@ -156,12 +157,15 @@ class _Choice:
         # The excess is convex and piecewise linear: the least point of two tangents comes next.
         ends_at = float(counts.sum() + 1) * weights + 1
         low, high = (-ends_at, *excess(-ends_at)), (ends_at, *excess(ends_at))
+        # Even at the highest price, at which only samples count, the batch is not done.
         if high[1] < 0:
             return high[0]
         for _ in range(100):
             if high[2] <= low[2]:
                 return None
             price = (low[1] - low[2] * low[0] - high[1] + high[2] * high[0]) / (high[2] - low[2])
+            # Both tangents lie below the function, so where they meet is the least that it could
+            # be.
             if low[1] + low[2] * (price - low[0]) > -1e-10 * weights:
                 return None  # no price is lower than where the tangents meet
             middle = (price, *excess(price))
@@ -184,6 +188,8 @@ class _Choice:
             for _ in range(count if own else 0):
                 best = table
                 for one, most, room in own:
+                    # A device takes one size; its room for states is the same for any number of
+                    # passes of it.
                     best = np.maximum(best, _windows(table, one.size, most) + room)
                 table = best
                 tables = [*tables, table] if keeps else [table]
@@ -191,6 +197,8 @@ class _Choice:
 
     def fits(self, seconds: float, end: float) -> bool:
         """Whether the batch and the states fit devices that compute and end within these times."""
+        # A price is found in a few steps where there is one, and spares the table, O(devices x
+        # samples).
         if self.price(seconds, end) is not None:
             return False
         return bool(self.rooms(seconds, end)[-1][-1] >= self.problem.weight_bytes)
@@ -206,6 +214,8 @@ class _Choice:
         ]
         for number in range(len(kinds), 0, -1):
             worth, before = tables[number][left], tables[number - 1]
+            # An unused device adds no room here, so leaving it out keeps the plan's number of
+            # devices low.
             if before[left] == worth:
                 continue  # this device stays unused
             one, passes = next(
@@ -258,6 +268,7 @@ def _least_end(
         return np.inf
     if fits(low):
         return low
+    # Until no number lies between: the end is then exact, and equal for equal inputs.
     while low < (middle := (low + high) / 2) < high:
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high

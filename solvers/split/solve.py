@@ -281,13 +281,7 @@ def needs_least_latest(problem: SplitProblem) -> bool:
 def least_latest(
     problem: SplitProblem, pool: SplitPool, limit_seconds: float
 ) -> tuple[ReplicaGroup, ...]:
-    """The split with the least latest step of all that are predicted to stay within the limit.
-
-    Args:
-        problem: Profiles, pool and batch.
-        pool: Their sizes and times.
-        limit_seconds: At least the fastest plan's predicted step.
-    """
+    """The split with the least latest step of all that are predicted to stay within the limit."""
     latest = replace(problem, devices=tuple(map(_slowest, problem.devices)))
     step, best = np.inf, tuple[ReplicaGroup, ...]()
     planned = {_named(one.group): one for one in single_devices(problem)}
