@@ -258,7 +258,8 @@ class _Told:
     """What all workers tell each other of a pass's loss: it is on its way until it is read.
 
     A row has seven numbers: what the loss is known by, a digest of the optimizers' rates, the
-    faults, a checksum of shapes, ``given`` and ``own`` (``_Counted``), and the loss of the share.
+    faults, a checksum of shapes or -1 where something is compiled, ``given`` and ``own``
+    (``_Counted``), and the loss of the share.
 
     Args:
         loss: [] of this share.
@@ -413,7 +414,7 @@ class Losses:
             _check_forms(_of_all(training, [known_by]).flatten().tolist())
         form = self._form(loss, known_by)
         counted = self._counted(loss, form)
-        told = _Told(loss, (known_by, self.shapes), counted, training)
+        told = _Told(loss, (known_by, -1 if _is_compiled() else self.shapes), counted, training)
         if form.kind == "sum":
             told.share = float(training.has_samples)
         elif form.kind == "samples":
@@ -450,7 +451,7 @@ class Losses:
         _refuse(int(max(columns[2])))
         if len(set(columns[1])) > 1:
             self._training.compare()
-        if len(set(columns[3])) > 1 and self._paddings_left and not _is_compiled():
+        if len(set(columns[3])) > 1 and min(columns[3]) >= 0 and self._paddings_left:
             self._is_due, self._paddings_left = True, self._paddings_left - 1
 
     def _count_pass(self) -> None:
@@ -518,7 +519,9 @@ class Losses:
             )
         form = trial.form(loss)
         whole = self._recording.slice_of(loss, whole=True)
-        if whole is not None and len(whole.operators) > len(ours.operators):
+        has_model = whole is not None and len(whole.operators) > len(ours.operators)
+        if bool(_of_all(self._training, [has_model]).all()):
+            assert whole is not None
             trial = _Trial(self._training, whole)
             self._check_model(trial, loss)
         self._check_padding(trial, loss, form)
@@ -677,7 +680,6 @@ class _Trial:
         table = [size for t in self._tensors for size in [*t.shape, *[-1] * 8][:8]]
         found = _of_all(self._training, [self._num_rows, *table])
         rows, sizes = found[:, 0].tolist(), found[:, 1:].view(len(found), -1, 8).tolist()
-        are_unlike = len(set(rows)) > 1
         for at, tensor in enumerate(self._tensors):
             columns = list(zip(*(of_worker[at] for of_worker in sizes), strict=True))[
                 : tensor.dim()
@@ -690,9 +692,7 @@ class _Trial:
             unlike = [d for d, column in enumerate(columns) if len(set(column)) > 1]
             if any(per_row):
                 self._dims[id(tensor)] = per_row.index(True)
-            self._others[id(tensor)] = [
-                d for d in unlike if are_unlike and d != self._dims.get(id(tensor))
-            ]
+            self._others[id(tensor)] = [d for d in unlike if d != self._dims.get(id(tensor))]
             self._sizes[id(tensor)] = [int(min(column)) for column in columns]
 
     def padded(self, loss: Tensor) -> "_Found | None":
@@ -704,11 +704,11 @@ class _Trial:
             None where all are as long, or it is not seen what pads.
         """
         self._find_dims()
-        # Code that has read lengths would read others.
-        reads = any(map(self._recorded.uses, ("_pack_padded_sequence", "_local_scalar_dense")))
-        if reads or not any(self._others.values()):
+        if not any(self._others.values()):
             return None
-        told = _of_all(self._training, self._padding()).tolist()
+        # Code that has read lengths would read others; one worker may have read them alone.
+        reads = any(map(self._recorded.uses, ("_pack_padded_sequence", "_local_scalar_dense")))
+        told = _of_all(self._training, (False, 0, -1) if reads else self._padding()).tolist()
         source = next((rank for rank, found in enumerate(told) if found[0]), None)
         if source is None or any(padding < 0 for _, _, padding in told):
             return None
