@@ -115,6 +115,7 @@ def adapt(torch_module: Any) -> None:
     around(torch.autograd, "backward", _backward)  # Tensor.backward calls it
     around(torch.autograd, "grad", _grad)
     around(swa_utils, "update_bn", _update_norms)
+    around(swa_utils.AveragedModel, "update_parameters", _update_average)
     around(torch.amp.GradScaler, "scale", _scale)
     around(torch.amp.GradScaler, "step", _step_scaled)
     around(torch.amp.GradScaler, "_unscale_grads_", _unscale)
@@ -381,7 +382,17 @@ def _backward(
                 roots, shares, given or [None] * len(roots), strict=True
             )
         ]
-        original(roots, gradients, *values, **options)
+        try:
+            original(roots, gradients, *values, **options)
+        except RuntimeError as error:
+            # Between its layer's passes a parameter has no entries.
+            if current.sharing is None or "returned an invalid gradient" not in str(error):
+                raise
+            raise TargetError(
+                "the loss reads a parameter outside of its layer, where workers share it",
+                hint="for a penalty on weights take the optimizer's weight_decay, or solve with "
+                + option("shard", "optimizer"),
+            ) from error
     current.end_pass()
 
 
@@ -409,6 +420,14 @@ def _update_norms(
         return
     with current.running(trains=True):
         original(loader, model, *values, **options)
+
+
+def _update_average(original: Any, self: Any, model: nn.Module) -> None:
+    """Average whole weights, where workers share them."""
+    current = begun()
+    if current is not None:
+        current.gather_weights()
+    original(self, model)
 
 
 def _scale(original: Any, self: Any, outputs: Any) -> Any:

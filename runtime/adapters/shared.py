@@ -61,13 +61,14 @@ class SharedModel:
         self._carried: dict[nn.Parameter, Tensor] = {}
         self._asker: nn.Module | None = None  # whose state dict is made
         self._copies: dict[int, Tensor] = {}
-        module.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
+        # Behind what begins a pass of a module that fully_shard has wrapped.
+        module.register_forward_pre_hook(lambda *_: self._before_forward())
         for part in module.modules():
             before, after = part.register_state_dict_pre_hook, part.register_state_dict_post_hook
             before(lambda part, *_: self._before_state(part))  # type: ignore[no-untyped-call]
             after(lambda *told: self._after_state(*told))  # type: ignore[no-untyped-call]
             loads = part.register_load_state_dict_pre_hook
-            loads(self._before_load)  # type: ignore[no-untyped-call]
+            loads(lambda *told: self._before_load(*told))  # type: ignore[no-untyped-call]
         sharing.answer()
         for tensor in (*module.parameters(), *module.buffers()):
             peers.broadcast(tensor.detach(), src=0)
@@ -108,6 +109,13 @@ class SharedModel:
         self.states.treat(place.activations)
         for optimizer in sharing.loaded:
             self.cut(optimizer)
+        vars(self.module)["__deepcopy__"] = self._refuse_copy  # hooks hold what none can copy
+
+    def _refuse_copy(self, _: Any) -> Any:
+        raise TargetError(
+            "the script copies a model whose states workers share",
+            hint="copy it before the first step; later copy its state_dict()",
+        )
 
     def end(self) -> None:
         """End the pass that has gone back, and the step where it syncs."""
@@ -223,9 +231,14 @@ class SharedModels:
             assert model.states is not None
             model.states.await_gradients()
 
-    def end_pass(self) -> None:
-        """End the passes that have gone back."""
-        for model in self._models:
+    def end_pass(self, reached: Iterable[nn.Module]) -> None:
+        """End the passes that have gone back.
+
+        Args:
+            reached: Models that the backward pass went through; others may go back later.
+        """
+        met = [model for model in self._models if model.runs and model.module in reached]
+        for model in met or self._models:
             model.end()
 
     def clears(self, parameters: Iterable[nn.Parameter]) -> bool:
@@ -352,3 +365,4 @@ class SharedModels:
             model.states.make_whole()
             model.states.close()
             model.states = None
+            del vars(model.module)["__deepcopy__"]

@@ -616,7 +616,7 @@ class Training:
             return
         self._end_hold()
         if self.sharing is not None:
-            self.sharing.end_pass()
+            self.sharing.end_pass([self.models[number] for number in self._reached])
         self._clock.end_pass(
             self._mark,
             num_samples=0 if self._is_counted else self.pass_samples,

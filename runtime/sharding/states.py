@@ -425,7 +425,8 @@ class SharedStates:
         if self.shares_weights:
             for unit in self._all:
                 unit.free(shows=False)
-        self._order, self._is_open = self._now, False
+        # Another list from now on: one worker may call the model by itself, when all is whole.
+        self._order, self._now, self._is_open = self._now, [], False
 
     def arm(self, *, defer_last: bool = False) -> None:
         """Do nothing: gradients are reduced as layers have gone back."""

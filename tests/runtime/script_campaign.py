@@ -9,9 +9,10 @@ With ``--into`` each answer is kept as a line of JSON, and what is kept there is
 the end a table counts, for each library, how scripts have ended.
 
 A script is a choice from each list below, written as text. It runs as one process, and under plans
-for two and three unlike workers, and for one. Then its parameters and the losses that it logs after
-backward passes are those of one process, or the launch ends with exit code 2 and one line. Each
-script is started anew, from a process that has imported the libraries.
+for two and three unlike workers, for one, and for two that share all states. Then its parameters
+and the losses that it logs after backward passes are those of one process, and its workers began
+the same exchanges in one order; or the launch ends with exit code 2 and one line. Each script is
+started anew, from a process that has imported the libraries.
 """
 
 import argparse
@@ -31,10 +32,17 @@ from typing import Any
 from hetflow.formats.reports.grid import grid
 from hetflow.schema import files
 from hetflow.tests import programs
+from hetflow.tests.runtime import exchanges
 from hetflow.tests.runtime.conftest import _plan_of
+from hetflow.tests.runtime.sharded_plans import shared
 
 # A plan of one device refuses no loss, because the script's batches stay whole.
-PLANS = {"two": [(1, 18), (1, 6)], "three": [(1, 12), (1, 8), (1, 4)], "whole": [(1, 24)]}
+PLANS = {
+    "two": [(1, 18), (1, 6)],
+    "three": [(1, 12), (1, 8), (1, 4)],
+    "whole": [(1, 24)],
+    "shared": [(1, 18), (1, 6)],  # all states, unlike parts of them
+}
 CLOSE = {"double": 1e-8, "single": 2e-4, "bfloat16": 5e-2, "scaled": 2e-4}
 
 EACH = 'each = F.cross_entropy(out, y, reduction="none")'
@@ -701,13 +709,16 @@ def judge(
         return "fails alone", [done.stderr[-600:]], []
     one, ends, faults = json.loads((folder / "one").read_text()), [], []
     for name in plans:
-        files.write(folder / "plan.json", _plan_of(PLANS[name]), force=True)
+        for noted in folder.glob("exchanges.*"):
+            noted.unlink()
+        plan = shared(_plan_of(PLANS[name]), "all" if name == "shared" else None, (3, 1))
+        files.write(folder / "plan.json", plan, force=True)
         launch = [sys.executable, "-m", "hetflow.cli.main", "launch", "--timeout", "30"]
-        done = run(*launch, "plan.json", "train.py", name)
+        done = run(*launch, "plan.json", exchanges.__file__, "train.py", name)
         if done.returncode == 2 and "Traceback" not in done.stderr and "hint: " in done.stderr:
             said = [line for line in done.stderr.splitlines() if line.startswith("hetflow: ")]
             ends.append("refused: " + (said[-1] if said else done.stderr[-300:]))
-            if name == "whole" or is_right(script):
+            if name == "whole" or (is_right(script) and name != "shared"):
                 faults.append(f"{name}: refused, though it is right: {ends[-1]}")
         elif done.returncode:
             faults.append(f"{name}: exit code {done.returncode}: {done.stderr[-1500:]}")
@@ -716,6 +727,8 @@ def judge(
             ends.append("equal")
             if not off <= CLOSE[script.precision]:
                 faults.append(f"{name}: other parameters or losses ({off:.1e} off)")
+            if where := exchanges.unlike(folder):
+                faults.append(f"{name}: {where}")
     refusals = [end for end in ends if end != "equal"]
     return "fault" if faults else "refused" if refusals else "equal", faults, refusals
 

@@ -1,8 +1,9 @@
 """A script for torchrun whose model DistributedDataParallel or fully_shard wraps.
 
 It clears gradients between the forward and the backward pass, accumulates, clips, evaluates, lets
-the first worker save by itself, and loads. A layer is never used. Usage: wrapped.py ANSWER KIND,
-where KIND is ddp, fsdp, or mixing: a model that mixes the samples of a batch.
+the first worker evaluate and save by itself, loads, and averages weights. A layer is never used. A
+second model goes back after the first one's step. Usage: wrapped.py ANSWER KIND, where KIND is ddp,
+fsdp, or mixing: a model that mixes the samples of a batch.
 """
 
 import json
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -43,25 +45,35 @@ x = torch.randn(150, 6)
 data = TensorDataset(x, (x.sum(1) > 0).long())
 sampler = DistributedSampler(data, seed=3)
 loader = DataLoader(data, batch_size=30 // world_size, sampler=sampler)
-bare = Net()
+bare, critic = Net(), nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+averaged = AveragedModel(bare)
 if kind == "fsdp":
     for block in bare.blocks:
         fully_shard(block)
-    model = fully_shard(bare)
+    model, critic = fully_shard(bare), fully_shard(critic)
 else:
-    model = DDP(bare, find_unused_parameters=True)
+    model, critic = DDP(bare, find_unused_parameters=True), DDP(critic)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+critics = torch.optim.AdamW(critic.parameters(), lr=0.01)
 losses, norms, right = [], [], []
 for epoch in range(3):
     sampler.set_epoch(epoch)
     for step, (inputs, targets) in enumerate(loader):
+        error = (critic(inputs)[:, 0] - inputs.sum(1)).square().mean()
         loss = nn.functional.cross_entropy(model(inputs), targets)
         if step % 2 == 0:
             optimizer.zero_grad()
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
-        losses.append(loss.item())
+        critics.zero_grad()
+        error.backward()
+        critics.step()
+        losses += [loss.item(), error.item()]
+        if rank == 0 and step == 2:
+            with torch.no_grad():
+                losses.append(nn.functional.cross_entropy(bare(x), data.tensors[1]).item())
+    averaged.update_parameters(bare)
     if kind == "fsdp":
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(bare, options=options)
@@ -86,6 +98,7 @@ if rank == 0:
     saved = torch.load(f"{answer}.pt")
     moments = [[v.tolist() for v in s.values()] for s in saved["optimizer"]["state"].values()]
     parameters = {name: value.tolist() for name, value in saved["model"].items()}
+    parameters["averaged"] = [p.tolist() for p in averaged.parameters()]
     numbers = {"losses": losses, "norms": norms, "right": right, "moments": moments}
     with open(answer, "w") as stream:
         json.dump({**numbers, "parameters": [*parameters.values()]}, stream)
