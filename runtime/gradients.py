@@ -877,8 +877,8 @@ class GradientReducer:
     def _choose_hooks(self) -> None:
         """Let all parameters have hooks in this step, or only those that need one."""
         self._learns = False
-        if self._is_lean and not self._is_single:
-            self._num_misses += 1
+        if not self._is_single:  # what was learned is of steps whose gradients are all new
+            self._num_misses += int(self._is_lean)
             self._has_learned = False
         if self._has_learned == self._is_lean:
             return

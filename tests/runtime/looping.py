@@ -161,6 +161,24 @@ def accumulating(make: Callable[..., Any]) -> Result:
     return losses, model.state_dict()
 
 
+def in_turns(make: Callable[..., Any]) -> Result:
+    """Two optimizers, of which one steps on the gradients of two batches."""
+    model = net()
+    first = torch.optim.AdamW(model[0].parameters(), lr=0.02)
+    last = torch.optim.SGD(model[-1].parameters(), lr=0.2)
+    job, losses = make(model, [first, last]), []
+    for _ in range(EPOCHS):
+        for batch in job.batches(loader()):
+            for x, y in job.parts(batch):
+                loss = job.backward(cross_entropy(model(x), y))
+            losses.append(float(loss))
+            for optimizer in (first, last) if len(losses) % 2 == 0 else (last,):
+                optimizer.step()
+                optimizer.zero_grad()
+    job.finish()
+    return losses, model.state_dict()
+
+
 def gan(make: Callable[..., Any]) -> Result:
     """Two models in one, two optimizers, three backward passes on a batch."""
     torch.manual_seed(3)
@@ -245,7 +263,7 @@ def noisy(make: Callable[..., Any]) -> Result:
     return losses, model.state_dict()
 
 
-EXACT = {f.__name__: f for f in (classifier, tokens, accumulating, gan, sam, lbfgs)}
+EXACT = {f.__name__: f for f in (classifier, tokens, accumulating, in_turns, gan, sam, lbfgs)}
 
 
 def main() -> None:
