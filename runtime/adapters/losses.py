@@ -258,8 +258,8 @@ class _Told:
     """What all workers tell each other of a pass's loss: it is on its way until it is read.
 
     A row has seven numbers: what the loss is known by, a digest of the optimizers' rates, the
-    faults, a checksum of shapes or -1 where something is compiled, ``given`` and ``own``
-    (``_Counted``), and the loss of the share.
+    faults, a checksum of shapes, ``given`` and ``own`` (``_Counted``), and the loss of the share.
+    Where something is compiled, -1 stands for the checksum.
 
     Args:
         loss: [] of this share.

@@ -10,8 +10,8 @@ the end a table counts, for each library, how scripts have ended.
 
 A script is a choice from each list below, written as text. It runs as one process, and under plans
 for two and three unlike workers, for one, and for two that share all states. Then its parameters
-and the losses that it logs after backward passes are those of one process, and its workers began
-the same exchanges in one order; or the launch ends with exit code 2 and one line. Each script is
+and the losses that it logs after backward passes are those of one process. Its workers began the
+same exchanges in one order. Or the launch ends with exit code 2 and one line. Each script is
 started anew, from a process that has imported the libraries.
 """
 
