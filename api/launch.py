@@ -86,10 +86,12 @@ def _lowered(request: LaunchingRequest, plan: Plan, folder: Path) -> "LaunchRequ
 
     config = lower(plan, request.seed, check_level(request.determinism))
     copies = request.redundancy
-    if copies > 1 or copies and (config.shard is None or request.rendezvous is not None):
+    is_split = config.shard is not None and config.pipeline is None
+    if copies > 1 or copies and not (is_split and request.rendezvous is None):
         raise ProblemError(
-            f"{option('redundancy', copies)}: shares of states can be kept twice, on one host",
-            hint=f"give {option('redundancy', 1)} with a plan whose devices share states"
+            f"{option('redundancy', copies)}: shares of a split's states can be kept twice, on one "
+            "host",
+            hint=f"give {option('redundancy', 1)} with a split whose devices share states"
             if config.shard is None or copies > 1
             else f"leave it out, and give {option('checkpoint', 'DIR')}",
         )

@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -466,6 +466,87 @@ def _buffers(
         if holder is not owner:
             places.append(((holder, own), (owner, own)))
     return tuple(places)
+
+
+# The nodes of a stage that read the weights of a repeated layer, between whose ends they are whole.
+
+Span = tuple[int, int]
+"""Places of the first and the last node in the graph."""
+
+
+def spans_of(module: fx.GraphModule, homes: Mapping[int, str]) -> dict[str, Span]:
+    """Layer -> its span in a graph, in order.
+
+    Layers whose spans meet are left out: a leaf of the graph may hold several.
+
+    Args:
+        module: A stage's.
+        homes: Parameter, by its id -> its layer; empty for those in none.
+    """
+    found: dict[str, Span] = {}
+    for place, node in enumerate(module.graph.nodes):
+        read = [_attribute(module, n) for n in node.all_input_nodes if n.op == "get_attr"]
+        if node.op == "call_module":
+            read += module.get_submodule(str(node.target)).parameters()
+        for name in {homes.get(id(value), "") for value in read} - {""}:
+            found[name] = (found.get(name, (place, place))[0], place)
+    spans = sorted(found.items(), key=lambda pair: pair[1])
+    return {
+        name: (first, last)
+        for name, (first, last) in spans
+        if all(other == name or end < first or last < begin for other, (begin, end) in spans)
+    }
+
+
+def _attribute(module: nn.Module, node: fx.Node) -> Any:
+    return reduce(getattr, str(node.target).split("."), module)
+
+
+class _Call(nn.Module):
+    """A function as a module, which a graph can call."""
+
+    def __init__(self, function: Callable[[tuple[Any, ...]], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *values: Any) -> Any:
+        """Call it with values."""
+        return self._function(values)
+
+
+def bracket(
+    module: fx.GraphModule,
+    spans: Mapping[str, Span],
+    before: Callable[[str, tuple[Any, ...]], tuple[Any, ...]],
+    after: Callable[[str, Any], Any],
+) -> None:
+    """Call functions before and after spans of a graph.
+
+    Args:
+        module: A stage's; changed in place.
+        spans: By name; none meets another.
+        before: Called with a name and the values that the span reads; gives what it reads instead.
+        after: Called with a name and the values of the span that others read.
+    """
+    graph, nodes = module.graph, list(module.graph.nodes)
+    for number, (name, (first, last)) in enumerate(spans.items()):
+        inside = dict.fromkeys(nodes[first : last + 1])
+        given = dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in inside)
+        enters = [node for node in given if node.op != "get_attr"]
+        leaves = [
+            node for node in inside if node.op != "get_attr" and {*node.users} - inside.keys()
+        ]
+        module.add_submodule(f"_before_{number}", _Call(partial(before, name)))
+        module.add_submodule(f"_after_{number}", _Call(partial(after, name)))
+        with graph.inserting_before(nodes[first]):
+            made = graph.call_module(f"_before_{number}", tuple(enters))
+            for place, node in enumerate(enters):
+                value = graph.call_function(operator.getitem, (made, place))
+                for user in inside:
+                    user.replace_input_with(node, value)
+        with graph.inserting_after(nodes[last]):
+            graph.call_module(f"_after_{number}", tuple(leaves))
+    module.recompile()
 
 
 def holdings_of(

@@ -9,22 +9,24 @@ continues to the loss; on the others it ends there. So whatever the function doe
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
-from ...schema.schedule import Kind, Operation
+from ...schema.schedule import PASSES, Kind, Operation
 from ..agreement.agreement import SharedTensors, leaves_of, nodes_of
 from ..data import Pass, called
 from ..determinism import key_of, seed_streams_by
 from ..digest import InPieces, digest_of_pieces
 from ..engine import LossFunction, Step
 from ..gradients import ScriptHooks
+from ..initial_values import fill
 from ..protocol.lower import microbatches_of, schedule_of
 from ..session import Session
 from ..setup import check_same_shapes, final_tensors
@@ -58,6 +60,7 @@ from .ownership import (
     put_back,
     shapes_on,
 )
+from .shares import StageShares, first_sharers, shared_names, shares_weights
 from .stage import (
     StageBuffers,
     StageRunner,
@@ -383,19 +386,27 @@ class PipelineEngine:
             if optimizer
             else None
         )
+        # What replicas share stays where it is until their shares are made: the first of each group
+        # gets its values, and sends them to the others.
+        config, parameters = place.start.config, self._ownership.parameters
+        shared = shared_names(self._ownership) if shares_weights(config) else frozenset()
+        others = first_sharers(self._ownership, work.stages, place.rank) if shared else frozenset()
+        for name in sorted(own & shared & others):
+            fill(parameters[name], torch.device(HOST), computes=place.rank == 0)
         # The share takes parameters while they are whole, and knows their order in the optimizer.
         # Then own parameters and buffers move here, get the first worker's values, and are cut
         # last: a broadcast sends whole tensors.
         place_own(
-            [p for name, p in self._ownership.parameters.items() if name in own],
+            [p for name, p in parameters.items() if name in own - shared],
             list(held_here.values()),
             session.optimizers,
             place,
+            [p for name, p in parameters.items() if name in own & shared],
         )
         holders = buffer_holders(model, parts, [stage.ranks for stage in work.stages])
         hold_own(model, holders, place)
         held = {name for name, ranks in holders.items() if place.rank in ranks}
-        broadcast_parts(model, session.parameters, own | held, place)
+        broadcast_parts(model, session.parameters, own - shared | own & others | held, place)
         self._ownership.strip()
         # Stages note forwards and buffers as they are: shared layers are in their places by now.
         self._sharded.install()
@@ -421,6 +432,7 @@ class PipelineEngine:
             place,
             tells=self._ownership.lanes.lane(place.rank) == 0,
         )
+        holdings = self._holdings_of(parts)  # before shares change the graphs
         self._transport = transport = transport_of(place, [s.replicas for s in work.stages])
         self._synchroniser = Synchroniser(
             self._ownership,
@@ -430,7 +442,22 @@ class PipelineEngine:
             overlaps=overlap,
             shares_updates=shards,
             keepers=share.keepers if share is not None and work.shard_gradients else None,
+            shared=shared,
         )
+        self._shares: StageShares | None = None
+        if shared and config is not None:
+            ((number, part),) = held_here.items()
+            self._shares = StageShares(
+                session,
+                self._ownership,
+                work.stages,
+                number,
+                part,
+                [slot.state_share_bytes or 0 for slot in config.workers],
+                self._synchroniser.group_of,
+                recomputes=work.recomputes(number),
+            )
+        self._following: dict[Operation, Operation | None] = {}  # of a step's passes, the next
         self._updates: ShardedUpdates | None = None  # of a sharded optimizer
         if shards and optimizer is not None and share is not None:
             self._updates = ShardedUpdates(
@@ -446,10 +473,12 @@ class PipelineEngine:
             Routes(place.rank, groups),
             tensor,
             place.device,
-            self._holdings_of(parts),
+            holdings,
         )
         self._model = SpreadModel(model, None if parts[0].arguments == (CALL,) else check_call)
-        refuse_saving(model, self._ownership, self.buffers)
+        refuse_saving(
+            model, self._ownership, self.buffers, *([self._shares] if self._shares else ())
+        )
         self._microbatches: StepMicrobatches | None = None  # of the step in progress
         self._seeds: dict[tuple[int, int], int] = {}  # of a step that flushes, by pass
         self._evaluation: StageEvaluation | None = None  # made when it is first asked for
@@ -460,7 +489,14 @@ class PipelineEngine:
             if name not in own or not self.flushes
         }
         self.state = StageState(
-            session, work, self.buffers, self._ownership, share, self._synchroniser, tensor
+            session,
+            work,
+            self.buffers,
+            self._ownership,
+            share,
+            self._synchroniser,
+            tensor,
+            self._shares,
         )
         self._unflushed: Unflushed | None = None
         if not self.flushes and optimizer is not None:
@@ -508,6 +544,8 @@ class PipelineEngine:
         ownership = self._ownership
         sets: dict[Holders, dict[str, Tensor]] = {}
         for name, parameter in ownership.parameters.items():
+            if self._shares is not None and name in self._shares.all_names:
+                continue
             for label, holders in ownership.lanes.alike(name, ownership.holders[name]):
                 if len(holders) > 1:
                     held = sets.setdefault(holders, {})
@@ -535,6 +573,7 @@ class PipelineEngine:
         session, batch = self._session, step.batch
         self._script_hooks.refuse()
         self._strip()
+        self._check_rounds(batch.num_samples)
         scaling = LossScaling(step.scaler, self._ownership, self._synchroniser)
         session.clock.begin_step(is_full=batch.is_full)
         self.buffers.begin_step()
@@ -559,6 +598,10 @@ class PipelineEngine:
         self._synchroniser.begin(step.batch.num_samples)
         self._synchroniser.settings_number = step.agreement.settings_number
         self._synchroniser.expect(schedule.ranks[self._position])
+        if self._shares is not None:
+            self._shares.begin()
+            ways = [op for op in schedule.ranks[self._position] if op.kind in PASSES]
+            self._following = dict(zip(ways, [*ways[1:], None], strict=True))
         # All at once: between two passes this code is no longer in the caches.
         passes = [op for op in schedule.ranks[self._position] if op.kind is Kind.FORWARD]
         self._seeds = {
@@ -566,6 +609,8 @@ class PipelineEngine:
         }
         self._executor.begin(schedule)
         self._executor.run(self)
+        if self._shares is not None:
+            self._shares.finish()
         self._session.clock.computed()
         loss = self._synchroniser.finish()
         scaling.share_overflow()
@@ -602,6 +647,7 @@ class PipelineEngine:
         if self._unflushed is not None:
             self._unflushed.epoch_of(epoch, num_batches, last_batch_samples)
         elif last_batch_samples < self._work.num_microbatches:
+            self._check_rounds(last_batch_samples)
             try:  # refuses a short last batch when the epoch begins, not when it ends
                 schedule_of(self._work, last_batch_samples)
             except ProblemError as error:
@@ -611,7 +657,30 @@ class PipelineEngine:
                     hint="give the DataLoader drop_last=True",
                 ) from None
 
+    def _check_rounds(self, num_samples: int) -> None:
+        """Refuse a batch that gives replicas unequal numbers of microbatches if they share weights.
+
+        Raises:
+            TargetError: It does.
+        """
+        num_replicas = len(self._work.stages[0].replicas)
+        if (
+            self._shares is not None
+            and num_samples % num_replicas
+            and (num_samples < self._work.num_microbatches)
+        ):
+            raise TargetError(
+                f"a batch of {num_samples} samples gives {num_replicas} replicas, which share "
+                "weights, unequal numbers of microbatches",
+                hint="give the DataLoader drop_last=True",
+            )
+
     # Called by the executor
+
+    def _passing(self, operation: Operation) -> AbstractContextManager[None]:
+        if self._shares is None:
+            return nullcontext()
+        return self._shares.passing(operation, self._following[operation])
 
     def forward(self, operation: Operation, received: Message) -> tuple[Any, ...]:
         """Run this worker's stage inside the script's function; see ``StagePasses``."""
@@ -632,7 +701,7 @@ class PipelineEngine:
             raise StageDone
 
         entered = session.clock.mark()
-        with held(self._work.stages[number].held_seconds(operation.kind)):
+        with held(self._work.stages[number].held_seconds(operation.kind)), self._passing(operation):
             # An emulated device does not wait for samples, as a real one finds them prefetched.
             item, inputs = batch.input_of(microbatch - (late.offset if late else 0))
             began = session.clock.mark()
@@ -663,7 +732,7 @@ class PipelineEngine:
         made: tuple[Any, ...] = ()
         began = self._session.clock.mark()
         sums.enter(operation, is_stretched=work.backward_seconds is not None)
-        with held(work.held_seconds(kind)):
+        with held(work.held_seconds(kind)), self._passing(operation):
             if late is not None and kind is Kind.BACKWARD:
                 late.lend(operation)
             if kind is Kind.BACKWARD_WEIGHT:
@@ -698,7 +767,10 @@ class PipelineEngine:
 
         def values_of(name: str) -> InPieces:
             if name in ownership.parameters:
-                return ownership.values_of(name)
+                found = ownership.values_of(name)
+                if self._shares is None or name not in self._shares.names:
+                    return found
+                return found._replace(pieces=self._shares.around(name, found.pieces))
             if name in buffers.all():
                 return buffers.values_of(name)
             return InPieces(name, final[name].dtype, tuple(final[name].shape), [final[name]])
@@ -707,11 +779,15 @@ class PipelineEngine:
 
     def gather(self) -> None:
         """Bring the tensors of all stages to every worker. Call it on all workers."""
+        if self._shares is not None:
+            self._shares.make_whole()
         self._ownership.gather()
         self.buffers.gather(self._ownership.device_of_whole)
 
     def _strip(self) -> None:
         self._ownership.strip()
+        if self._shares is not None:
+            self._shares.keep_own()
         self.buffers.strip()
 
     @contextmanager
@@ -739,6 +815,8 @@ class PipelineEngine:
             yield
             return
         self._strip()
+        if self._shares is not None:  # replicas answer other calls each, so they meet in none
+            self._shares.make_whole()
         if self._evaluation is None:
             self._evaluation = self._evaluation_of()
         with ExitStack() as stack:
@@ -749,6 +827,7 @@ class PipelineEngine:
             stack.enter_context(self._model.evaluating(self._evaluation.call))
             yield
             self._evaluation.serve()
+        self._strip()
 
     def _evaluation_of(self) -> StageEvaluation:
         """Cut the model as it computes in evaluation mode, at the same layers."""
@@ -791,7 +870,11 @@ class PipelineEngine:
     def close(self) -> None:
         """End the engine; the model belongs to the script again, if all of it is here."""
         self._synchroniser.replica_sums.close()
-        if not (self._ownership.is_whole and self.buffers.is_readable):
+        is_whole = self._ownership.is_whole and self.buffers.is_readable
+        if self._shares is not None:
+            self._shares.close()
+            is_whole &= self._shares.is_readable
+        if not is_whole:
             return
         self._model.release()
         self._sharded.remove()

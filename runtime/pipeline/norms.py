@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from ...schema.errors import PeerLostError, TargetError
 from .. import peers
 from ..group import Place
-from ..tensor.groups import Lanes
 
 # The gradient of a parameter that is cut: one worker's part, which knows the whole's norm.
 #
@@ -219,22 +218,14 @@ class Columns:
     """The columns of a table: one for each whole parameter, and one for each part of a cut one.
 
     Args:
-        parameters: [parameters] the name, and the first rank that has its gradient. That one sends
-            the norm; of a cut parameter, every rank of its group sends its part's norm.
-        lanes: Which workers share layers.
+        tellers: [parameters] the ranks that each send the norm of its gradient, or of a part of it.
         device: Where tables are.
     """
 
-    def __init__(
-        self, parameters: Sequence[tuple[str, int]], lanes: Lanes, device: torch.device
-    ) -> None:
-        self._columns = [
-            (index, teller)
-            for index, (name, first) in enumerate(parameters)
-            for teller in (lanes.group(first) if lanes.is_cut(name, first) else (first,))
-        ]
-        self._num_parameters = len(parameters)
-        self._are_whole = len(self._columns) == len(parameters)
+    def __init__(self, tellers: Sequence[Sequence[int]], device: torch.device) -> None:
+        self._columns = [(index, rank) for index, ranks in enumerate(tellers) for rank in ranks]
+        self._num_parameters = len(tellers)
+        self._are_whole = len(self._columns) == len(tellers)
         self.indices = Indices(device)
 
     def __len__(self) -> int:
@@ -287,7 +278,8 @@ def norms_of(gradients: Sequence[Tensor], norms: Sequence[float]) -> Tensor:
 
 
 def _each(gradients: Sequence[Tensor], norm: float) -> Tensor:
-    if norm == math.inf and not any(g.is_complex() or not g.numel() for g in gradients):
+    gradients = [g if g.numel() else g.new_zeros(1) for g in gradients]  # of a share of nothing
+    if norm == math.inf and not any(g.is_complex() for g in gradients):
         # vector_norm is ten times slower for this norm: it does not use vector instructions.
         ends: list[Any] = [torch.aminmax(gradient) for gradient in gradients]
         least, most = (torch.stack(part) for part in zip(*ends, strict=True))

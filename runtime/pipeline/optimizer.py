@@ -17,7 +17,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ from ...schema.launch import LaunchConfig, PipelineWork
 from ...schema.options import option, told
 from .. import peers
 from ..checkpoints import checkpoint, parts
+from ..checkpoints.checkpoint import copy_to_host
 from ..checkpoints.restoring import load_optimizers, load_parameters
 from ..log import log
 from ..session import Session
 from ..tensor.operators import TensorGroup, parts_of_all
 from .ownership import Holders, Ownership, in_buckets
+from .shares import StageShares
 from .stage import StageBuffers
 from .synchronise import Synchroniser
 
@@ -280,19 +282,23 @@ class OwnShare:
                     values = optimizer.state[parameter]
                     optimizer.state[parameter] = self._cut(names[id(parameter)], values)
 
-    def state_dict(self, join: Callable[[str, Any], Any]) -> dict[str, Any]:
+    def state_dict(
+        self, join: Callable[[str, Any], Any], keeps: Callable[[str], bool] = lambda _: True
+    ) -> dict[str, Any]:
         """The state in the whole optimizer's form, with what this worker keeps only.
 
         Args:
             join: Makes a value of a parameter's state whole, by the parameter's name. Of the
                 workers that share a parameter, only the first has its state in the result.
+            keeps: Whether the result has a parameter's state, by its name.
         """
         state, found = self._optimizer.state_dict(), {}
         for local, values in sorted(state["state"].items()):
             index = self._own[local]
             name = self.order[index]
             joined = {key: join(name, value) for key, value in values.items()}
-            if name not in self._ownership.cut or self._ownership.lanes.lane(self._rank) == 0:
+            is_told = name not in self._ownership.cut or self._ownership.lanes.lane(self._rank) == 0
+            if is_told and keeps(name):
                 found[index] = joined
         return {
             "state": found,
@@ -302,8 +308,14 @@ class OwnShare:
             ],
         }
 
-    def load_state_dict(self, whole: dict[str, Any]) -> None:
+    def load_state_dict(
+        self, whole: dict[str, Any], own: Callable[[str, Any], Any] | None = None
+    ) -> None:
         """Load what this worker keeps of the whole optimizer's state.
+
+        Args:
+            whole: The state.
+            own: Takes this worker's part of a parameter's value, by its name; None: of a cut one.
 
         Raises:
             TargetError: The state has other groups.
@@ -318,7 +330,7 @@ class OwnShare:
         self._optimizer.load_state_dict(
             {
                 "state": {
-                    local[i]: self._cut(self.order[i], values)
+                    local[i]: self._cut(self.order[i], values, own)
                     for i, values in whole["state"].items()
                     if i in local and self.order[i] in self.kept
                 },
@@ -329,11 +341,12 @@ class OwnShare:
             }
         )
 
-    def _cut(self, name: str, values: Any) -> Any:
+    def _cut(self, name: str, values: Any, own: Callable[[str, Any], Any] | None = None) -> Any:
         """The part of a parameter's state that belongs to this worker's part of the parameter."""
-        if name not in self._ownership.cut or not isinstance(values, dict):
+        if not isinstance(values, dict):
             return values
-        return {key: self._ownership.own_part(name, value) for key, value in values.items()}
+        take = own or self._ownership.own_part
+        return {key: take(name, value) for key, value in values.items()}
 
 
 class ScheduledSteps:
@@ -404,7 +417,9 @@ class StageState:
         share: OwnShare | None,
         synchroniser: Synchroniser,
         group: TensorGroup,
+        shares: StageShares | None,
     ) -> None:
+        self._shares = shares
         self._session, self._buffers, self._ownership = session, buffers, ownership
         self._share, self._synchroniser, self._group = share, synchroniser, group
         self._stages = [[list(stage.layers), list(stage.ranks)] for stage in work.stages]
@@ -444,17 +459,40 @@ class StageState:
         self._registered_sha256 = parts.digest_of(checkpoint.encode(states, tensors), tensors)
         return {
             "parameters": self._parameters(),
-            "optimizer": self._share.state_dict(self._joined) if self._share else None,
+            "optimizer": self._share.state_dict(self._joined_state, self._keeps)
+            if self._share
+            else None,
             "buffers": self._buffers.capture_own(),
             "registered": states,
             "last_weight": None,
             "late_loss": self._synchroniser.late_loss,
         }
 
+    def _joined_state(self, name: str, value: Any) -> Any:
+        """Join an optimizer's state of a parameter, which one replica keeps."""
+        shares = self._shares
+        if shares is None or name not in shares.names:
+            return self._joined(name, value)
+        whole = shares.whole_of(name, value)  # one at a time is whole on the device
+        if not self._keeps(name):
+            return value
+        return self._joined(name, copy_to_host(whole) if isinstance(whole, Tensor) else whole)
+
+    def _keeps(self, name: str) -> bool:
+        """Whether this worker's part of a checkpoint has the state of a parameter."""
+        return self._shares is None or self._shares.is_first(name)
+
     def _parameters(self) -> dict[str, Tensor]:
         """The parameters that this worker is the first to hold; cut ones are joined."""
         ownership, found = self._ownership, dict[str, Tensor]()
+        for name, value in self._shares.in_turn() if self._shares is not None else ():
+            if ownership.holders[name][0] in self._group.ranks:
+                joined = self._joined(name, copy_to_host(value))
+                if name in ownership.first:
+                    found[name] = joined
         for name, parameter in self._session.parameters.items():
+            if self._shares is not None and name in self._shares.all_names:
+                continue
             if ownership.holders[name][0] in self._group.ranks:
                 value = self._joined(name, parameter)
                 if name in ownership.first:
@@ -467,10 +505,11 @@ class StageState:
         Parts are joined on the host, so no device needs memory for the whole tensor.
         """
         ownership = self._ownership
-        is_part = isinstance(value, Tensor) and value.shape == ownership.parameters[name].shape
-        if name not in ownership.cut or not is_part:
-            return value
         lanes, shape = ownership.lanes, ownership.whole_shape(name)
+        if name not in ownership.cut or not isinstance(value, Tensor):
+            return value
+        if value.shape != lanes.part_shape(name, shape, self._session.rank):
+            return value
         shapes = [lanes.part_shape(name, shape, rank) for rank in self._group.ranks]
         return lanes.whole(name, parts_of_all(value, self._group, shapes))
 
@@ -478,13 +517,18 @@ class StageState:
         """See ``StateParts``."""
         session, share, ownership = self._session, self._share, self._ownership
         own = {name: session.parameters[name] for name in ownership.own}
-        saved = {name: ownership.own_part(name, state["parameters"][name]) for name in own}
+        saved = {name: self._own(name, state["parameters"][name]) for name in own}
         load_parameters(own, saved)
         if share is not None:
-            loads = [share.load_state_dict]
+            loads = [partial(share.load_state_dict, own=self._own)]
             load_optimizers(path, session.optimizers, loads, state["optimizer"])
         self._synchroniser.late_loss = state.get("late_loss")
         self._buffers.restore(state["buffers"])
+
+    def _own(self, name: str, value: Any) -> Any:
+        """What this worker keeps of a whole parameter, or of a state of its shape."""
+        value = self._ownership.own_part(name, value)
+        return value if self._shares is None else self._shares.own_part(name, value)
 
     @property
     def wanted(self) -> parts.Wanted:

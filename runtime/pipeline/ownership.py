@@ -390,12 +390,21 @@ def place_own(
     parts: Sequence[StageModule],
     optimizers: Sequence[torch.optim.Optimizer],
     place: Place,
+    waiting: Sequence[nn.Parameter] = (),
 ) -> None:
-    """Move this worker's parameters and their optimizer state to its device."""
+    """Move this worker's parameters and their optimizer state to its device.
+
+    Those that are ``waiting`` stay where they are: of each the worker will have a share only.
+    """
     for parameter in own:
         fill(parameter, place.device, computes=place.rank == 0)
+    stay = [(parameter, parameter.data) for parameter in waiting]
+    for parameter, value in stay:
+        parameter.data = value.new_empty(0)
     for part in parts:
         part.module.to(place.device)  # a module's own ``to`` may move more than its parameters
+    for parameter, value in stay:
+        parameter.data = value
     for parameter in own:  # also those that no stage uses
         parameter.data = parameter.data.to(place.device)
         if parameter.grad is not None:

@@ -21,7 +21,7 @@ only in its first backward pass of a step, which puts gradients into the buffers
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -127,6 +127,7 @@ class ReplicaSums:
         told: Says which parameters have a gradient on some worker. None: the buckets carry that.
         owners: Name -> the only rank that gets a parameter's sum; others give it to all.
         overlaps: Whether sums start during backward passes.
+        left_out: Names of the parameters that are summed elsewhere (``shares.py``).
 
     Attributes:
         given: Names of the parameters whose gradients of this step another worker has now.
@@ -141,11 +142,16 @@ class ReplicaSums:
         owners: Mapping[str, int],
         *,
         overlaps: bool,
+        left_out: Collection[str] = (),
     ) -> None:
         self._ownership, self._rank, self._told = ownership, rank, told
         self._group_of, self._owners, self._overlaps = group_of, owners, overlaps
         sets = {name: ownership.sum_of(name, rank) for name in ownership.parameters}
-        self._sets = {name: ranks for name, ranks in sets.items() if ranks in group_of}
+        self._sets = {
+            name: ranks
+            for name, ranks in sets.items()
+            if ranks in group_of and name not in left_out
+        }
         self._held = [ownership.parameters[name] for name in self._sets]
         self._layout: tuple[object, ...] | None = None
         self._buckets: list[_Bucket] = []

@@ -25,6 +25,7 @@ from .. import peers
 from ..buffers import AllReduce, BufferSlot, VirtualNodeBuffers, buffer_places
 from ..digest import InPieces
 from ..group import Place, subgroup
+from ..sharding.units import Units
 from .cores import AttentionCores
 from .cut import StageModule, writes
 from .ownership import Holders, Ownership, broadcast, stream
@@ -447,7 +448,7 @@ class StageBuffers(VirtualNodeBuffers):
             self._local = local
 
 
-def refuse_saving(model: nn.Module, *held: "Ownership | StageBuffers") -> None:
+def refuse_saving(model: nn.Module, *held: "Ownership | StageBuffers | Units") -> None:
     """Refuse ``model.state_dict()`` while tensors of other stages have no values here.
 
     A copy of the model is not refused: its owner knows which values it keeps.

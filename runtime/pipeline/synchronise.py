@@ -45,6 +45,7 @@ from .norms import (
 )
 from .ownership import Holders, Ownership
 from .replica_sums import ReplicaSums
+from .shares import groups_of
 from .transport import Transport, VectorSums
 
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
@@ -97,9 +98,13 @@ class Synchroniser:
         overlaps: bool,
         shares_updates: bool = False,
         keepers: Mapping[str, Holders] | None = None,
+        shared: Collection[str] = (),
     ) -> None:
-        """``keepers``: by name, the ranks that get a gradient; of all others, all that hold it."""
-        self._ownership, self._place = ownership, place
+        """``keepers``: by name, the ranks that get a gradient; of all others, all that hold it.
+
+        ``shared``: names of the parameters of whose gradients replicas get slices.
+        """
+        self._ownership, self._place, self._shared = ownership, place, frozenset(shared)
         gets = {name: (keepers or {}).get(name, ranks) for name, ranks in ownership.holders.items()}
         elsewhere = {name for name in ownership.own if place.rank not in gets[name]}
         self._parameters = list(ownership.parameters.items())
@@ -112,8 +117,7 @@ class Synchroniser:
         carrier = place.device if transport is None else transport.device
         is_on_device = not backend_of(carrier).is_host
         self._columns = Columns(
-            [(name, gets[name][0]) for name, _ in self._parameters],
-            ownership.lanes,
+            [self._tellers(name, gets[name][0], work) for name, _ in self._parameters],
             place.device if is_on_device else torch.device(HOST),
         )
         # Norms that a worker asks for: of parameters elsewhere, and of those held in parts.
@@ -122,8 +126,7 @@ class Synchroniser:
             + [
                 i
                 for i, (name, _) in enumerate(self._parameters)
-                if rank in gets[name]
-                and ownership.lanes.is_told_by_parts(name, self._holders(name))
+                if rank in gets[name] and self._is_told_by_parts(name)
             ]
             for rank in range(place.world_size)
         ]
@@ -154,8 +157,7 @@ class Synchroniser:
         parts = [
             (i, p)
             for i, (name, p) in enumerate(self._parameters)
-            if name in ownership.own - elsewhere
-            and ownership.lanes.is_told_by_parts(name, self._holders(name))
+            if name in ownership.own - elsewhere and self._is_told_by_parts(name)
         ]
         others = [(i, p) for i, (name, p) in enumerate(self._parameters) if name in elsewhere]
         self._parts = PartNorms(parts, others, self._norms)
@@ -165,7 +167,8 @@ class Synchroniser:
         self._stage_ranks = [tuple(sorted(stage.ranks)) for stage in work.stages]
         sums = {ranks for found in ownership.sums.values() for ranks in found}
         alike = ownership.alike_sets if shares_updates else set()
-        for holders in sorted(sums | set(self._stage_ranks) | alike):
+        shares = groups_of(ownership, work.stages) if shared else set()
+        for holders in sorted(sums | set(self._stage_ranks) | alike | shares):
             if len(holders) > 1 and place.distributed:
                 self._groups[holders] = subgroup(place, holders)
         self.replica_sums = ReplicaSums(
@@ -175,6 +178,7 @@ class Synchroniser:
             None if self._on_device is None else self._told_flags,
             self._owners(keepers or {}),
             overlaps=overlaps,
+            left_out=self._shared,
         )
         self._carried: dict[str, Tensor] = {}
         self._late: tuple[peers.Transfer | None, Tensor] | None = None
@@ -339,8 +343,18 @@ class Synchroniser:
         self._stand_ins.show(table)
         self._parts.show(table, self.loss_scale)
 
-    def _holders(self, name: str) -> Holders:
-        return self._ownership.holders[name]
+    def _is_told_by_parts(self, name: str) -> bool:
+        holders = self._ownership.holders[name]
+        return name in self._shared or self._ownership.lanes.is_told_by_parts(name, holders)
+
+    def _tellers(self, name: str, first: int, work: PipelineWork) -> Holders:
+        """The ranks that tell the norm of a gradient, or of a part of it each."""
+        ownership = self._ownership
+        if name in self._shared:
+            stage = work.stages[ownership.stages[name][0]].ranks
+            return tuple(rank for rank in ownership.holders[name] if rank in stage)
+        lanes = ownership.lanes
+        return lanes.group(first) if lanes.is_cut(name, first) else (first,)
 
     def _told_flags(self, names: Sequence[str]) -> list[float]:
         """Of each parameter, a positive number if some worker has a gradient; told by hosts."""

@@ -19,7 +19,7 @@ from ...schema.layers import cannot_spread
 from ...schema.options import option
 from ...schema.parallel import first_devices, is_inside
 from ...schema.plan import Plan, ReplicaGroup, Stage
-from ...schema.schedule import Kind, Schedule
+from ...schema.schedule import DEFAULT_SCHEDULE, Kind, Schedule
 
 MAX_WORKERS = 1 << 16
 MAX_VIRTUAL_NODES = 1 << 20
@@ -132,12 +132,9 @@ def _check_layers(plan: Plan) -> None:
             "by torch.export, whose graph does not show where sequence parallelism begins",
             hint=f"solve with {option('sequence_parallel', False)}",
         )
-    if plan.shard is not None:
-        raise ProblemError(
-            "replicas of stages that share weights are not trained yet",
-            hint=f"solve with {option('shard', 'gradients')}",
-        )
     most = max(stage.num_replicas for stage in plan.stages)
+    if plan.shard is not None:
+        _check_shares(plan)
     if plan.num_microbatches < most:
         raise ProblemError(
             f"a global batch of {plan.global_batch_size} is {plan.num_microbatches} microbatch(es) "
@@ -154,6 +151,29 @@ def _check_layers(plan: Plan) -> None:
                 f"among the {stage.num_replicas} replicas of stage {number}",
                 hint="make the number of microbatches a multiple",
             )
+
+
+def _check_shares(plan: Plan) -> None:
+    """Refuse stages that share weights where replicas would not meet in every pass."""
+    traits = plan.traits
+    said = None
+    if plan.shard != "all" or any(stage.shard != plan.shard for stage in plan.stages):
+        said = "stages share either the weights of all, or by shard_optimizer"
+    elif not traits.flushes or traits.is_chunked or traits.splits_backward:
+        said = f"{plan.schedule} runs passes of other stages, or halves of passes, in between"
+    elif traits.placement != "line":
+        said = f"{plan.schedule} places stages {traits.placement}"
+    elif len({stage.num_replicas for stage in plan.stages}) > 1:
+        said = "stages have unlike numbers of replicas"
+    elif any(len({g.tensor_parallel_size for g in stage.replicas}) > 1 for stage in plan.stages):
+        said = "replicas of a stage have unlike tensor parallel sizes"
+    elif plan.num_microbatches % plan.stages[0].num_replicas:
+        said = f"{plan.num_microbatches} microbatches do not divide among the replicas"
+    if said is not None:
+        raise ProblemError(
+            f"stages share weights where replicas run alike, and {said}",
+            hint=f"solve with {option('shard', 'none')}, or {option('schedule', DEFAULT_SCHEDULE)}",
+        )
 
 
 def _check_numbers(num_workers: int, num_virtual_nodes: int) -> None:

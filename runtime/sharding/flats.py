@@ -6,9 +6,11 @@ their memory back and keep their identity, because autograd may have saved views
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...devices.collectives import wire_device
@@ -63,13 +65,59 @@ def parts_of(cuts: Sequence[int], kept: Sequence[range]) -> list[Part]:
     return [(cuts[ranks.start], cuts[ranks.stop]) for ranks in kept]
 
 
+@dataclass(frozen=True, slots=True)
+class Sharers:
+    """The workers that share a vector: those of a split, or the replicas of a stage.
+
+    Attributes:
+        place: This worker.
+        ranks: [workers] the rank of each, in the order of their parts.
+        group: The group of these; None: of all workers.
+    """
+
+    place: Place
+    ranks: Sequence[int]
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def number(self) -> int:
+        """This worker's position among them."""
+        return self.ranks.index(self.place.rank)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there are others."""
+        return len(self.ranks) > 1
+
+    def send_parts(self, parts: Sequence[Tensor]) -> list[peers.Transfer | None]:
+        """Begin to send all workers each one's part."""
+        return [
+            peers.broadcast(part, src=rank, group=self.group, async_op=True)
+            for rank, part in zip(self.ranks, parts, strict=True)
+            if self.are_several and part.numel()
+        ]
+
+    def sum_parts(self, parts: Sequence[Tensor]) -> list[peers.Transfer | None]:
+        """Begin to sum each part to its worker."""
+        return [
+            peers.reduce(part, dst=rank, group=self.group, async_op=True)
+            for rank, part in zip(self.ranks, parts, strict=True)
+            if self.are_several and part.numel()
+        ]
+
+
+def all_workers(place: Place) -> Sharers:
+    """All workers of a job."""
+    return Sharers(place, range(place.world_size))
+
+
 class Flat:
     """The parameters of one kind in a unit of the model.
 
     Args:
         members: Index and parameter; all of one dtype, trained or all frozen.
         cuts: [workers + 1] see ``cuts_of``.
-        place: This worker among the others.
+        sharers: The workers.
         keeps_whole: Whether weights are not shared, so that the whole vector stays.
         kept: [workers] the ranks whose parts each keeps; the own one among them.
         order: In which order virtual nodes add up; None: as the workers run them.
@@ -83,27 +131,26 @@ class Flat:
         self,
         members: Sequence[tuple[int, nn.Parameter]],
         cuts: Sequence[int],
-        place: Place,
+        sharers: Sharers,
         *,
         keeps_whole: bool,
         kept: Sequence[range],
         order: NodeOrder | None = None,
     ) -> None:
         self.kept, self.is_alone = kept, False
-        self.members, self._place, self._keeps_whole = members, place, keeps_whole
+        self.members, self.sharers, self._keeps_whole = members, sharers, keeps_whole
         first = members[0][1]
         self.is_trained, self._cuts = first.requires_grad, list(cuts)
         self.shapes = [parameter.shape for _, parameter in members]
         ends = list(accumulate(shape.numel() for shape in self.shapes))
         self.bounds = list(pairwise([0, *ends]))
-        low, high = self.part = parts_of(cuts, kept)[place.rank]
-        self._whole = torch.empty(ends[-1], dtype=first.dtype, device=place.device)
+        low, high = self.part = parts_of(cuts, kept)[sharers.number]
+        self._whole = torch.empty(ends[-1], dtype=first.dtype, device=sharers.place.device)
         for (start, end), (_, parameter) in zip(self.bounds, members, strict=True):
             self._whole[start:end].view(parameter.shape).copy_(parameter.detach())
             parameter.data = self._whole[:0]
-        for part in self._parts(self._whole):
-            if place.distributed and not place.is_outside:
-                peers.broadcast(part, src=0)
+        if sharers.are_several and not sharers.place.is_outside:
+            peers.broadcast(self._whole, src=sharers.ranks[0], group=sharers.group)
         own = self._whole[low:high]
         self._own = own if keeps_whole else own.clone()
         self._sums: Tensor | None = None  # of this worker's own part; at the end of what it keeps
@@ -125,12 +172,12 @@ class Flat:
 
     def _owned(self, kept: Tensor) -> Tensor:
         """This worker's own part of what it keeps of a vector."""
-        low, high = self._cuts[self._place.rank : self._place.rank + 2]
+        low, high = self._cuts[self.sharers.number :][:2]
         return kept[low - self.part[0] : high - self.part[0]]
 
     def owned_of(self, number: int, kept: Tensor) -> Tensor:
         """The numbers that this worker owns of what it keeps of a member."""
-        whole, own = self.slice_of(number), self.slice_of(number, self._place.rank)
+        whole, own = self.slice_of(number), self.slice_of(number, self.sharers.number)
         return kept[own.start - whole.start : own.stop - whole.start] if kept.numel() else kept
 
     def laid_out(self, slices: Mapping[int, Tensor]) -> Tensor:
@@ -153,16 +200,16 @@ class Flat:
             self._own = self._whole[slice(*part)].copy_(own)
         self.free()
 
-    def take(self, place: Place, order: NodeOrder | None) -> None:
+    def take(self, sharers: Sharers, order: NodeOrder | None) -> None:
         """Be one of other workers from now on, in another order of sums."""
-        self._place, self._order = place, order
+        self.sharers, self._order = sharers, order
 
     def _parts(self, flat: Tensor) -> list[Tensor]:
         return [flat[low:high] for low, high in pairwise(self._cuts)]
 
-    def slice_of(self, number: int, rank: int | None = None) -> slice:
+    def slice_of(self, number: int, worker: int | None = None) -> slice:
         """A worker's slice of a member, in numbers of that member; by default this worker's."""
-        low, high = self.part if rank is None else self._cuts[rank : rank + 2]
+        low, high = self.part if worker is None else self._cuts[worker : worker + 2]
         start, end = self.bounds[number]
         begin = min(max(low, start), end) - start
         return slice(begin, max(begin, min(high, end) - start))
@@ -185,11 +232,9 @@ class Flat:
             if self.is_alone:
                 self._whole.zero_()
             self._whole[slice(*self.part)].copy_(self._own)
-        self._gathering = [
-            peers.broadcast(part, src=rank, async_op=True)
-            for rank, part in enumerate(self._parts(self._whole))
-            if self._place.distributed and part.numel() and not self.is_alone
-        ]
+        self._gathering = []
+        if not self.is_alone:
+            self._gathering = self.sharers.send_parts(self._parts(self._whole))
 
     def wait(self) -> None:
         """Make the parameters whole, and wait until they are."""
@@ -225,16 +270,16 @@ class Flat:
     def keep_own(self) -> None:
         """Keep this worker's part of whole weights that may have been changed."""
         if self.is_whole and not self._keeps_whole:
-            self._own.copy_(self._parts(self._whole)[self._place.rank])
+            self._own.copy_(self._parts(self._whole)[self.sharers.number])
 
     def whole_of(self, number: int, own: Tensor) -> Tensor:
         """A tensor of a member's shape, such as its moment, from the slices of all workers."""
         whole = own.new_zeros(self.shapes[number].numel())
         whole[self.slice_of(number)] = own
-        for rank in range(self._place.world_size if self._place.distributed else 0):
-            part = whole[self.slice_of(number, rank)]
-            if part.numel():
-                peers.broadcast(part, src=rank)
+        workers = range(len(self.sharers.ranks))
+        for work in self.sharers.send_parts([whole[self.slice_of(number, w)] for w in workers]):
+            if work is not None:
+                work.wait()
         return whole.view(self.shapes[number])
 
     # Gradients
@@ -288,12 +333,7 @@ class Flat:
         if names is not None:
             self._send(gradient, names)
             return
-        works = [
-            peers.reduce(part, dst=rank, async_op=True)
-            for rank, part in enumerate(self._parts(gradient))
-            if self._place.distributed and part.numel()
-        ]
-        self._reducing.append((gradient, works))
+        self._reducing.append((gradient, self.sharers.sum_parts(self._parts(gradient))))
 
     def _taken(self, factor: Tensor | None) -> Tensor | None:
         """The gradients that have come, which the parameters leave."""
@@ -317,17 +357,17 @@ class Flat:
         if self._order is None or self._own_leaves is None or not self.is_trained:
             return
         for names in self._order.at_end():
-            own = names[self._place.rank]
+            own = names[self.sharers.number]
             kept = self._whole[:0] if own is None else self._own_leaves.take(own)
             self._send(kept, names)
 
     def _send(self, gradient: Tensor, names: Sequence[Subtree | None]) -> None:
         """Begin to send each owner its part of this worker's gradients."""
-        if not self._place.distributed:
+        if not self.sharers.are_several:
             self._coming.append((names, gradient, None))
             return
         lengths = [high - low for low, high in pairwise(self._cuts)]
-        own, sent = lengths[self._place.rank], gradient.to(wire_device(gradient.device))
+        own, sent = lengths[self.sharers.number], gradient.to(wire_device(gradient.device))
         into = [own if name is not None else 0 for name in names]
         received = sent.new_empty(sum(into))
         work = peers.all_to_all_single(
@@ -345,7 +385,7 @@ class Flat:
             for work in works:
                 if work is not None:
                     work.wait()
-            part = self._parts(gradient)[self._place.rank]
+            part = self._parts(gradient)[self.sharers.number]
             if self._sums is None:
                 self._sums = part.clone()  # of the whole gradient nothing stays
             else:
@@ -356,6 +396,13 @@ class Flat:
                 arrives.wait()
             self._add(names, received.to(self._own.device))
         self._coming.clear()
+
+    def sum_over(self, group: dist.ProcessGroup) -> None:
+        """Add up the sums of those who own the same numbers of such vectors elsewhere."""
+        if self._sums is None:
+            self._sums = torch.zeros_like(self._owned(self._own))
+        if self._sums.numel():
+            peers.all_reduce(self._sums, group=group)
 
     def _add(self, names: Sequence[Subtree | None], received: Tensor) -> None:
         assert self._leaves is not None
@@ -372,11 +419,11 @@ class Flat:
         whole = torch.empty_like(self._whole)
         gradients = {n: p.grad for n, (_, p) in enumerate(self.members) if p.grad is not None}
         own = self._owned(self.laid_out(gradients))
-        for rank, part in enumerate(self._parts(whole)):
-            if rank == self._place.rank:
-                part.copy_(own)
-            if self._place.distributed and part.numel():
-                peers.broadcast(part, src=rank)
+        parts = self._parts(whole)
+        parts[self.sharers.number].copy_(own)
+        for work in self.sharers.send_parts(parts):
+            if work is not None:
+                work.wait()
         return whole
 
     def give_gradients(self) -> None:
@@ -391,7 +438,7 @@ class Flat:
         shown = self._sums
         if any(len(ranks) > 1 for ranks in self.kept):  # a sum goes to all who keep its numbers
             wanted = parts_of(self._cuts, self.kept)
-            shown = Passage(self._place, list(pairwise(self._cuts)), wanted).carry(shown)
+            shown = Passage(self.sharers.place, list(pairwise(self._cuts)), wanted).carry(shown)
         self._sums = shown
         for number, (_, parameter) in enumerate(self.members):
             parameter.grad = self.own_of(shown, number)

@@ -1,11 +1,9 @@
 """The states that the workers of a split share, gathered and reduced as passes need them.
 
-Weights are gathered and gradients reduced in units: each repeated layer is one, the rest is one
-that is whole for a pass. With ``all`` a layer's weights come before its forward and again before
-its backward pass, one layer ahead, and go behind it. With ``gradients`` each pass reduces them to
-the workers that keep their states, with ``optimizer`` only the last pass of a step does. Workers
-run the same layers in the same order, so their collectives meet. Between steps each parameter is
-this worker's slice, on which elementwise optimizers update as on the whole.
+With ``all`` weights come and go by units (``units.py``). With ``gradients`` each pass reduces
+gradients to the workers that keep their states, with ``optimizer`` only the last pass of a step
+does. Between steps each parameter is this worker's slice, on which elementwise optimizers update as
+on the whole.
 """
 
 import math
@@ -28,20 +26,17 @@ from ..digest import InPieces, digest_of_pieces
 from ..gradients import Hooks
 from ..group import Place
 from ..initial_values import fill
+from ..invariant import Subtree
 from ..nested_tensors import tensors_in
-from ..optimizers import is_elementwise
-from ..repeated_layers import layers_of, repeated_layers, when_back, when_going_back
+from ..repeated_layers import layers_of, repeated_layers
 from ..session import Session
 from ..setup import check_same_shapes
 from ..virtual_nodes import share_out
-from .flats import Flat, cuts_of
+from .flats import Flat, all_workers, cuts_of
 from .leaves import NodeOrder
+from .units import Unit, Units, check_elementwise
 
 _SUM = torch.distributed.ReduceOp.SUM
-_NOT_HERE = (
-    "the model was called outside of job.backward and job.evaluation, where this worker has only "
-    "a share of its weights"
-)
 
 
 def _outside(said: str) -> TargetError:
@@ -50,49 +45,6 @@ def _outside(said: str) -> TargetError:
         hint="call the layer; for a penalty on weights take the optimizer's weight_decay, or solve "
         f"with {option('shard', 'optimizer')}",
     )
-
-
-class Unit:
-    """Parameters that are gathered together: a repeated layer, or all that is in none."""
-
-    def __init__(self, flats: Sequence[Flat]) -> None:
-        self.flats = flats
-        self.goes_back = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all weights are here."""
-        return all(flat.is_whole for flat in self.flats)
-
-    def gather(self) -> None:
-        """Begin to gather the weights."""
-        for flat in self.flats:
-            flat.gather()
-
-    def wait(self) -> None:
-        """Wait until the weights are whole."""
-        for flat in self.flats:
-            flat.wait()
-
-    def free(self, *, shows: bool = True) -> None:
-        """Keep this worker's slices only."""
-        for flat in self.flats:
-            flat.free(shows=shows)
-
-    def await_gradients(self) -> None:
-        """Make room for whole gradients."""
-        for flat in self.flats:
-            flat.await_gradients()
-
-    def clear_gradients(self) -> None:
-        """Set the gradients that have come to 0: a mean over nothing has none that are numbers."""
-        for flat in self.flats:
-            flat.clear_gradients()
-
-    def add_reduced(self) -> None:
-        """Wait for the reductions that were begun."""
-        for flat in self.flats:
-            flat.add_reduced()
 
 
 class _LayersOnly(TorchFunctionMode):
@@ -113,7 +65,7 @@ class _LayersOnly(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class SharedStates:
+class SharedStates(Units):
     """One worker's share of the states of a split, and its part in gathers and reductions.
 
     It takes the place of a ``GradientReducer`` and has its methods.
@@ -143,19 +95,21 @@ class SharedStates:
         self.is_behind: Callable[[], bool] = lambda: False
         self._kept = kept or [range(rank, rank + 1) for rank in range(len(shares))]
         self._session, self._shard, self._sums_order = session, shard, order
-        self._names, self._parameters = list(session.parameters), list(session.parameters.values())
-        for optimizer in session.optimizers:
-            if not is_elementwise(optimizer):
-                raise TargetError(
-                    f"{type(optimizer).__name__} is none of torch's optimizers that update each "
-                    "number by itself, and workers hold slices of parameters",
-                    hint="use Adam, AdamW or SGD; or solve without " + option("shard"),
-                )
+        self._parameters = list(session.parameters.values())
+        check_elementwise(session.optimizers)
         if session.place.distributed and not session.place.is_outside:
             check_same_shapes(dict(session.parameters), session.place)
         self.shapes = {name: p.detach().to("meta") for name, p in session.parameters.items()}
         self._laid: list[Flat] = []
-        self._rest, self._units, self._modules = self._cut(shares)
+        rest, layers, self._modules = self._cut(shares, shard, order)
+        super().__init__(
+            rest,
+            layers,
+            list(session.parameters),
+            shares_weights=shard == "all",
+            in_rounds=shard != "optimizer",
+            names_of_turn=self._names_of_turn,
+        )
         self._trained = self._layout()
         self._flat_of = {index: flat for flat in self._flats for index, _ in flat.members}
         self._hidden = {
@@ -164,34 +118,22 @@ class SharedStates:
             for flat in unit.flats
             for index, parameter in flat.members
         }
-        self._hooks = [
-            hook
-            for name, module in self._modules.items()
-            for hook in (
-                module.register_forward_pre_hook(
-                    partial(self._before_forward, name), with_kwargs=True
-                ),
-                module.register_forward_hook(partial(self._after_forward, name)),
-            )
-        ]
+        self.watch(self._modules)
         self._own_hooks = Hooks()
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
                 self._own_hooks.add(parameter, partial(self._came, index))
-        self._order: list[str] = []  # of units in the last forward pass
-        self._now: list[str] = []
         self._used: set[int] = set()
-        self._reduced: Unit | None = None
-        self._is_open, self._trains, self._carried = False, False, False
-        self._stays_whole = False
+        self._carried = False
         self._node = 0  # whose pass runs
         self._ran: set[int] = set()
-        self._discards, self.moves = False, 0
-        self._factor: Tensor | None = None
+        self.moves = 0
         self._norm = clip_grad._get_total_norm
         clip_grad._get_total_norm = self._total_norm
 
-    def _cut(self, shares: Sequence[int]) -> tuple[Unit, dict[str, Unit], dict[str, nn.Module]]:
+    def _cut(
+        self, shares: Sequence[int], shard: Shard, order: NodeOrder | None
+    ) -> tuple[Unit, dict[str, Unit], dict[str, nn.Module]]:
         """Find the units, and lay their parameters out."""
         session = self._session
         place, model = session.place, session.model
@@ -210,10 +152,10 @@ class SharedStates:
             made = Flat(
                 own,
                 cuts_of(before, lengths, shares),
-                place,
-                keeps_whole=not self.shares_weights,
+                all_workers(place),
+                keeps_whole=shard != "all",
                 kept=self._kept,
-                order=self._sums_order,
+                order=order,
             )
             flats.setdefault(name, []).append(made)
             self._laid.append(made)
@@ -222,92 +164,17 @@ class SharedStates:
         units = {name: Unit(found) for name, found in flats.items()}
         return rest, units, {name: modules[name] for name in units}
 
-    @property
-    def _all(self) -> list[Unit]:
-        return [self._rest, *self._units.values()]
-
-    @property
-    def _flats(self) -> list[Flat]:
-        return [flat for unit in self._all for flat in unit.flats]
-
     def treat(self, how: Activations) -> None:
         """Let repeated layers keep, recompute or offload their activations from now on."""
         treat(self._modules.values(), how)
 
-    @property
-    def shares_weights(self) -> bool:
-        """Whether weights are gathered for each pass."""
-        return self._shard == "all"
-
-    @property
-    def in_rounds(self) -> bool:
-        """Whether all workers meet in every pass."""
-        return self._shard != "optimizer"
-
     # Layers
 
-    def _before_forward(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if not self._is_open:
-            raise TargetError(_NOT_HERE, hint="call it inside of these, on all workers alike")
-        unit = self._units[name]
-        unit.wait()
-        if unit.goes_back:  # activations are computed again
+    def _names_of_turn(self) -> Sequence[Subtree | None] | None:
+        order = self._sums_order
+        if order is None:
             return None
-        self._now.append(name)
-        if self.shares_weights:
-            self._ahead(len(self._now))
-        return when_back(args, kwargs, partial(self._went_back, name))
-
-    def _after_forward(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        unit = self._units[name]
-        if unit.goes_back:
-            return
-        if self.shares_weights and not self._stays_whole:
-            unit.free(shows=False)
-        when_going_back(output, partial(self._goes_back, name, len(self._now) - 1))
-
-    def _goes_back(self, name: str, position: int) -> None:
-        unit = self._units[name]
-        if self.shares_weights and torch.is_grad_enabled():
-            raise TargetError(
-                "the loss takes gradients of gradients, and layers' weights go when they have "
-                "gone back",
-                hint=f"solve with {option('shard', 'optimizer')}",
-            )
-        unit.wait()
-        unit.goes_back = True
-        if self._trains:
-            unit.await_gradients()
-        if self.shares_weights and position > 0:
-            self._units[self._now[position - 1]].gather()
-
-    def _went_back(self, name: str) -> None:
-        unit = self._units[name]
-        unit.goes_back = False
-        if self.in_rounds and self._trains:
-            self._reduce(unit)
-        if self.shares_weights:
-            unit.free(shows=False)
-
-    def _ahead(self, position: int) -> None:
-        if position < len(self._order) and self._order[: len(self._now)] == self._now:
-            self._units[self._order[position]].gather()
-
-    def _reduce(self, unit: Unit) -> None:
-        """Reduce a unit's gradients while the next unit goes back."""
-        if self._reduced is not None:
-            self._reduced.add_reduced()
-        if self._discards:
-            unit.clear_gradients()
-        order, names = self._sums_order, None
-        if order is not None:
-            turn = order.holdings[self._session.place.rank].index(self._node)
-            names = order.of_turn(turn)
-        for flat in unit.flats:
-            flat.reduce(self._factor, names)
-        self._reduced = unit
+        return order.of_turn(order.holdings[self._session.place.rank].index(self._node))
 
     def _keep(self, node: int) -> None:
         """Keep a pass's gradients until the last one."""
@@ -332,11 +199,7 @@ class SharedStates:
             )
         self._used.clear()
         self._factor = None
-        for flat in self._flats if self._stays_whole else ():
-            flat.keep_own()
-        self._stays_whole = False
-        for unit in self._all:
-            unit.free()
+        self.keep_own()
         self._carried = any([flat.begin_sums() for flat in self._flats])
         for unit in self._all:
             unit.free(shows=False)
@@ -455,15 +318,6 @@ class SharedStates:
         for flat in self._flats:
             flat.reduce_kept()
 
-    def wait(self) -> None:
-        """Wait for all sums: afterwards each gradient is this worker's slice."""
-        for unit in self._all:
-            unit.add_reduced()
-            unit.free()
-        self._reduced = None
-        for flat in self._flats:
-            flat.give_gradients()
-
     @property
     def sums(self) -> Tensor | None:
         """None: the sums of a step travel alone."""
@@ -536,9 +390,7 @@ class SharedStates:
 
     def close(self) -> None:
         """Remove the hooks; the parameters stay as they are."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super().close()
         self.treat("kept")
         self._own_hooks.remove()
         if clip_grad._get_total_norm == self._total_norm:
@@ -571,7 +423,7 @@ class SharedStates:
         """
         self._sums_order = order
         for flat in self._laid:
-            flat.take(place, order)
+            flat.take(all_workers(place), order)
 
     # Outside of steps
 
@@ -614,18 +466,6 @@ class SharedStates:
             peers.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
         return found
 
-    def make_whole(self) -> None:
-        """Bring the whole model to every worker, until the next pass ends."""
-        for unit in self._all:
-            unit.wait()
-        self._is_open = self._stays_whole = True
-
-    def free(self) -> None:
-        """Let parameters be slices again, after ``make_whole``."""
-        self._stays_whole = False
-        for unit in self._all:
-            unit.free()
-
     def digest(self, tensors: Mapping[str, Tensor]) -> str:
         """The digest of trained tensors, whose parameters are gathered one unit at a time."""
         places = self.places()
@@ -640,34 +480,7 @@ class SharedStates:
         if id(tensor) not in places:
             return tuple(tensor.shape), [tensor]
         flat, number = places[id(tensor)]
-
-        def gathered() -> Iterator[Tensor]:
-            was_whole = flat.is_whole
-            flat.wait()
-            yield flat.view_of(number).clone()  # numpy would keep the storage from being freed
-            if not was_whole:
-                flat.free()
-
-        return tuple(flat.shapes[number]), gathered()
-
-    def in_turn(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's whole value, a unit at a time. Call it on all workers."""
-        for unit in self._all:
-            was = [flat.is_whole for flat in unit.flats]
-            unit.wait()
-            for flat in unit.flats:
-                for number, (index, _) in enumerate(flat.members):
-                    yield self._names[index], flat.view_of(number)
-            if not all(was):
-                unit.free()
-
-    def places(self) -> dict[int, tuple[Flat, int]]:
-        """Parameter, by its id, -> its vector and its number in that."""
-        return {
-            id(parameter): (flat, number)
-            for flat in self._flats
-            for number, (_, parameter) in enumerate(flat.members)
-        }
+        return tuple(flat.shapes[number]), self.gathered(flat, number)
 
     def _total_norm(
         self,

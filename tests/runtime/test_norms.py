@@ -18,15 +18,14 @@ from hetflow.runtime.pipeline.norms import (
     weighted_sum,
 )
 from hetflow.runtime.protocol.environment import Start
-from hetflow.runtime.tensor.groups import Lanes, ParameterCut
 
 HOST = torch.device("cpu")
 # Groups of three workers, of two and of one: their parameters have as many columns, or one.
-GROUPS, FIRST = [(0, 1, 2), (3, 4), (5,)], {"a": 0, "b": 3, "c": 5, "whole": 3}
+TELLERS = [(0, 1, 2), (3, 4), (5,), (3,)]
 
 
 def columns_of_parts() -> Columns:
-    return Columns(list(FIRST.items()), Lanes(GROUPS, dict.fromkeys("abc", ParameterCut(0))), HOST)
+    return Columns(TELLERS, HOST)
 
 
 def whole_norm(norm: float, parts: Sequence[float]) -> float:
@@ -58,7 +57,7 @@ def test_a_table_holds_the_norms_of_whole_gradients(zeros: list[int]) -> None:
             for row, norm in enumerate(NORMS, start=1)
         }
         for norm in NORMS:
-            assert [table.norm(index, norm) for index in range(len(FIRST))] == expected[norm]
+            assert [table.norm(index, norm) for index in range(len(TELLERS))] == expected[norm]
             ratios = [
                 o / t if t else 1.0 for o, t in zip(expected[norm], expected[2.0], strict=True)
             ]
@@ -76,7 +75,7 @@ def test_one_bad_entry_of_one_part_shows(bad: float) -> None:
 
 
 def test_a_worker_tells_its_own_norms_and_zeros_for_all_others() -> None:
-    columns = Columns([(name, 0) for name in "abcd"], Lanes([(0,)], {}), HOST)
+    columns = Columns([(0,)] * 4, HOST)
     parameters = [nn.Parameter(torch.zeros(3)) for _ in "abcd"]
     for number, parameter in enumerate(parameters[:3]):
         parameter.grad = torch.full((3,), float(number + 1)) if number != 1 else None

@@ -1,6 +1,7 @@
 """Pipelines train as one process does: real workers on gloo against the one-process run."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,11 @@ WORLDS = {
     4: {
         "four": ("chain:momentum:clip", "1f1b", CHAIN4, (1, 1, 1, 1), 8, True),
         "2-2": ("chain:adam:clip", "1f1b", CHAIN2, (2, 2), 6, False),
+        "shared": ("chain:momentum:whole", "1f1b", CHAIN2, (2, 2), 6, False, (1, 1)),
+        "shared-adam": ("chain:adam:clip-weighted", "1f1b", CHAIN2, (2, 2), 6, False, (1, 3)),
+        "shared-tied": ("branches:adam:clip-deferred", "1f1b", BRANCH2, (2, 2), 6, True, (3, 1)),
+        "shared-gpipe": ("branches:momentum:clip", "gpipe", BRANCH2, (2, 2), 6, False, (0, 1)),
+        "shared-normed": ("normed:momentum:clip", "1f1b", NORM2, (2, 2), 4, True, (1, 1)),
         "3-1": ("branches:momentum:clip", "1f1b", BRANCH2, (3, 1), 6, False),
         "1-2-1": ("normed:momentum:", "gpipe", NORM3, (1, 2, 1), 4, True),
         "interleaved-2": ("chain:adam:whole", "interleaved", CHAIN4, (2, 2), 8, False),
@@ -95,7 +101,9 @@ FLUSHING = [
 ]
 
 
-def make_plan(schedule, stages, replicas, microbatches, recompute=False) -> Plan:
+def make_plan(schedule, stages, replicas, microbatches, recompute=False, shares=()) -> Plan:
+    if shares:
+        return sharing(make_plan(schedule, stages, replicas, microbatches, recompute), shares)
     size = len(stages)
     on = PLACES.get(schedule, range(size))
     return pipeline_plan(
@@ -126,6 +134,25 @@ def make_plan(schedule, stages, replicas, microbatches, recompute=False) -> Plan
         stage_cost="ring",
         solved="flat",
     )
+
+
+def sharing(plan: Plan, shares) -> Plan:
+    """The plan with stages whose replicas share weights: one group for each of the shares."""
+    stages = []
+    for stage in plan.stages:
+        (group,) = stage.replicas
+        groups = tuple(
+            replace(
+                group,
+                num_replicas=1,
+                samples=group.samples // len(shares),
+                first_device=group.first_device + n,
+                state_share_bytes=share,
+            )
+            for n, share in enumerate(shares)
+        )
+        stages.append(replace(stage, replicas=groups, shard="all"))
+    return replace(plan, stages=tuple(stages))
 
 
 def run_world(folder: Path, size: int) -> list[dict]:
@@ -177,7 +204,7 @@ def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[obj
 
 @pytest.mark.parametrize(("size", "name"), FLUSHING)
 def test_flushing_schedules_equal_one_process(size, name, worlds, one_process) -> None:
-    case, _, _, _, microbatches, _ = WORLDS[size][name]
+    case, _, _, _, microbatches, *_ = WORLDS[size][name]
     expected = one_process(case, microbatches)
     for answer in worlds[size]:
         found = answer[name]

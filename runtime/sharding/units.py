@@ -1,0 +1,295 @@
+"""Units of a model whose weights are gathered before they run, and whose gradients go behind them.
+
+Each repeated layer is a unit, and the rest is one. A unit's weights come one unit ahead, in the
+forward and again in the backward pass, and go behind it. Its gradients are reduced to their owners
+when it has gone back. Workers run the same units in the same order, so their collectives meet.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ...schema.errors import TargetError
+from ...schema.options import option
+from ..invariant import Subtree
+from ..optimizers import is_elementwise
+from ..repeated_layers import when_back, when_going_back
+from .flats import Flat
+
+
+def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers that cannot update slices of parameters.
+
+    Raises:
+        TargetError: One looks at whole parameters.
+    """
+    for optimizer in optimizers:
+        if not is_elementwise(optimizer):
+            raise TargetError(
+                f"{type(optimizer).__name__} is none of torch's optimizers that update each "
+                "number by itself, and workers hold slices of parameters",
+                hint="use Adam, AdamW or SGD; or solve without " + option("shard"),
+            )
+
+
+_NOT_HERE = (
+    "the model was called outside of job.backward and job.evaluation, where this worker has only "
+    "a share of its weights"
+)
+
+
+class Unit:
+    """Parameters that are gathered together: a repeated layer, or all that is in none.
+
+    Attributes:
+        goes_back: Whether its backward pass has begun, and not ended.
+        went_back: Whether that has ended; whoever asks sets it to False before.
+    """
+
+    def __init__(self, flats: Sequence[Flat]) -> None:
+        self.flats = flats
+        self.goes_back = self.went_back = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all weights are here."""
+        return all(flat.is_whole for flat in self.flats)
+
+    def gather(self) -> None:
+        """Begin to gather the weights."""
+        for flat in self.flats:
+            flat.gather()
+
+    def wait(self) -> None:
+        """Wait until the weights are whole."""
+        for flat in self.flats:
+            flat.wait()
+
+    def free(self, *, shows: bool = True) -> None:
+        """Keep this worker's slices only."""
+        for flat in self.flats:
+            flat.free(shows=shows)
+
+    def await_gradients(self) -> None:
+        """Make room for whole gradients."""
+        for flat in self.flats:
+            flat.await_gradients()
+
+    def clear_gradients(self) -> None:
+        """Set the gradients that have come to 0: a mean over nothing has none that are numbers."""
+        for flat in self.flats:
+            flat.clear_gradients()
+
+    def add_reduced(self) -> None:
+        """Wait for the reductions that were begun."""
+        for flat in self.flats:
+            flat.add_reduced()
+
+
+class Units:
+    """The units of a model on one worker, and the pass that runs.
+
+    Args:
+        rest: What is in no repeated layer; whole for a pass or longer.
+        layers: The repeated layers, by name.
+        names: Of the parameters, by their index.
+        shares_weights: Whether weights are gathered for each pass.
+        in_rounds: Whether gradients are reduced in each pass.
+        names_of_turn: Gives [workers] the virtual node whose gradient each has now; None where all
+            add up.
+    """
+
+    def __init__(
+        self,
+        rest: Unit,
+        layers: Mapping[str, Unit],
+        names: Sequence[str],
+        *,
+        shares_weights: bool,
+        in_rounds: bool,
+        names_of_turn: Callable[[], Sequence[Subtree | None] | None] = lambda: None,
+    ) -> None:
+        self._rest, self._units = rest, dict(layers)
+        self._names, self._names_of_turn = names, names_of_turn
+        self.shares_weights, self.in_rounds = shares_weights, in_rounds
+        self._order: list[str] = []  # of units in the last forward pass
+        self._now: list[str] = []
+        self._reduced: Unit | None = None
+        self._is_open = self._trains = self._stays_whole = self._discards = False
+        self._reruns = False  # whether all units run again, forward, in a backward pass
+        self._turning = ""  # the unit that the next pass begins with, too
+        self._factor: Tensor | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def _all(self) -> list[Unit]:
+        return [self._rest, *self._units.values()]
+
+    @property
+    def _flats(self) -> list[Flat]:
+        return [flat for unit in self._all for flat in unit.flats]
+
+    # A unit in a pass
+
+    def watch(self, modules: Mapping[str, nn.Module]) -> None:
+        """Gather units before their modules run, and free them behind."""
+        self._hooks += [
+            hook
+            for name, module in modules.items()
+            for hook in (
+                module.register_forward_pre_hook(
+                    partial(self._before_forward, name), with_kwargs=True
+                ),
+                module.register_forward_hook(lambda *given, name=name: self.after(name, given[-1])),
+            )
+        ]
+
+    def _before_forward(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._is_open:
+            raise TargetError(_NOT_HERE, hint="call it inside of these, on all workers alike")
+        return self.before(name, args, kwargs)
+
+    def before(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Make a unit whole before it runs.
+
+        Returns:
+            The inputs to give to it in place of these; None: these.
+        """
+        unit = self._units[name]
+        unit.wait()
+        if unit.goes_back:  # activations are computed again
+            if self._reruns:
+                self._take_back(unit, self._now[-1] if self._now else None)
+            return None
+        self._now.append(name)
+        if self.shares_weights:
+            self._ahead(len(self._now))
+        return None if self._reruns else when_back(args, kwargs, partial(self._went_back, name))
+
+    def after(self, name: str, output: Any) -> None:
+        """Free a unit that has run."""
+        unit = self._units[name]
+        if unit.goes_back:
+            return
+        if self.shares_weights and not self._stays_whole and name != self._turning:
+            unit.free(shows=False)
+        if not self._reruns:
+            before = self._now[-2] if len(self._now) > 1 else None
+            when_going_back(output, partial(self._goes_back, name, before))
+
+    def _goes_back(self, name: str, before: str | None) -> None:
+        unit = self._units[name]
+        if self.shares_weights and torch.is_grad_enabled():
+            raise TargetError(
+                "the loss takes gradients of gradients, and layers' weights go when they have "
+                "gone back",
+                hint=f"solve with {option('shard', 'optimizer')}",
+            )
+        unit.goes_back = True
+        if not self._reruns or self._now:  # else it comes when units run again
+            self._take_back(unit, before)
+
+    def _take_back(self, unit: Unit, before: str | None) -> None:
+        unit.wait()
+        if self._trains:
+            unit.await_gradients()
+        if self.shares_weights and before is not None:
+            self._units[before].gather()
+
+    def _went_back(self, name: str) -> None:
+        unit = self._units[name]
+        unit.goes_back, unit.went_back = False, True
+        if self.in_rounds and self._trains:
+            self._reduce(unit)
+        if self.shares_weights and name != self._turning:
+            unit.free(shows=False)
+
+    def _ahead(self, position: int) -> None:
+        if position < len(self._order) and self._order[: len(self._now)] == self._now:
+            self._units[self._order[position]].gather()
+
+    def _reduce(self, unit: Unit) -> None:
+        """Reduce a unit's gradients while the next unit goes back."""
+        if self._reduced is not None:
+            self._reduced.add_reduced()
+        if self._discards:
+            unit.clear_gradients()
+        turn = self._names_of_turn()
+        for flat in unit.flats:
+            flat.reduce(self._factor, turn)
+        self._reduced = unit
+
+    def wait(self) -> None:
+        """Wait for all sums: afterwards each gradient is this worker's slice."""
+        for unit in self._all:
+            unit.add_reduced()
+            unit.free()
+        self._reduced = None
+        for flat in self._flats:
+            flat.give_gradients()
+
+    # Outside of passes
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether all parameters have their whole values."""
+        return all(unit.is_whole for unit in self._all)
+
+    def in_turn(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's whole value, a unit at a time. Call it on all workers."""
+        for unit in self._all:
+            was = [flat.is_whole for flat in unit.flats]
+            unit.wait()
+            for flat in unit.flats:
+                for number, (index, _) in enumerate(flat.members):
+                    yield self._names[index], flat.view_of(number)
+            if not all(was):
+                unit.free()
+
+    def make_whole(self) -> None:
+        """Bring all units to every worker, until the next pass ends."""
+        for unit in self._all:
+            unit.wait()
+        self._is_open = self._stays_whole = True
+
+    def free(self) -> None:
+        """Let parameters be slices again, after ``make_whole``."""
+        self._stays_whole = False
+        for unit in self._all:
+            unit.free()
+
+    def keep_own(self) -> None:
+        """Keep what a script wrote to weights that are whole, which then go."""
+        for flat in self._flats if self._stays_whole else ():
+            flat.keep_own()
+        self.free()
+
+    def close(self) -> None:
+        """Remove the hooks; the parameters stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def places(self) -> dict[int, tuple[Flat, int]]:
+        """Parameter, by its id, -> its vector and its number in that."""
+        return {
+            id(parameter): (flat, number)
+            for flat in self._flats
+            for number, (_, parameter) in enumerate(flat.members)
+        }
+
+    def gathered(self, flat: Flat, number: int) -> Iterator[Tensor]:
+        """Yield a member's whole value, which goes after; iterate it on all of the workers."""
+        was_whole = flat.is_whole
+        flat.wait()
+        yield flat.view_of(number).clone()  # numpy would keep the storage from being freed
+        if not was_whole:
+            flat.free()
