@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..schema.plugins import Registry
@@ -271,7 +271,7 @@ class AcceleratorBackend(DeviceBackend):
     is_host = False
     bucket_bytes = 25 << 20  # as DistributedDataParallel
 
-    @property
+    @cached_property
     def module(self) -> Any:
         """Torch's module of this kind."""
         import torch

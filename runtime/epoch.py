@@ -473,8 +473,9 @@ class Epoch:
             return
         self._epochs.open = self
         reader.start(first)
+        asked = None
         for step in range(first, num_steps):
-            session.clock.asked = session.clock.mark()
+            session.clock.asked = asked or session.clock.mark()
             session.position = Position(call, step, session.num_steps)
             self._batch = batch = reader.take(step)
             if batch is None:
@@ -483,13 +484,15 @@ class Epoch:
             seed_streams(session.seed, "batch", session.num_steps)
             yield batch
             batch.discard()
-            session.clock.end_step()
+            asked = session.clock.end_step()
             session.position = Position(call, step + 1, session.num_steps)
             # State first: who joins in the runner's boundary goes on from it.
             if checkpoints.has_folder:
                 checkpoints.boundary()
+                asked = None
             if self._runner.changes:
                 self._runner.boundary()
+                asked = None
         self._epochs.open = None
         session.position = Position(call + 1, 0, session.num_steps)
 

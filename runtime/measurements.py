@@ -340,11 +340,15 @@ class StepClock:
         if self._open is not None:
             self._open.synchronised = self.mark()
 
-    def end_step(self) -> None:
-        """Mark the end of the step: the script asks for the next batch, or is done."""
+    def end_step(self) -> Mark | None:
+        """Mark the end of the step: the script asks for the next batch, or is done.
+
+        Returns:
+            The mark; None where no step is measured.
+        """
         step, self._open = self._open, None
         if step is None or step.synchronised is None or not step.is_full:
-            return
+            return None
         step.ended = self.mark()
         if self._first is None:
             self._first = step.began
@@ -355,6 +359,7 @@ class StepClock:
         elif len(self._pending) >= _HARVESTED_AT_ONCE:
             with self._harvesting:
                 self._harvest(wait=False)
+        return step.ended
 
     def timings(self, *, wait: bool = True) -> Timings:
         """Medians so far, without the first steps.

@@ -300,15 +300,16 @@ class LateValues:
         """Hand in this step's numbers and get those of the step before.
 
         Args:
-            values: [numbers] of this step, float64, on the device.
+            values: [numbers] of this step, on the device.
 
         Returns:
             [numbers] of the step before; None in the first step.
         """
         before = self.take()
-        if self._buffer is None or self._buffer.shape != values.shape:
-            self._buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._buffer.copy_(values, non_blocking=True)
+        kept = self._buffer
+        if kept is None or (kept.shape, kept.dtype) != (values.shape, values.dtype):
+            self._buffer = kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        kept.copy_(values, non_blocking=True)
         self._arrives = values.device, backend_of(values.device).mark(values.device)
         return before
 
@@ -337,13 +338,13 @@ _WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _SCALERS, _SCALED, _NODE
 _DIGIT_BITS, _NUMBER_DIGITS, _SQUARE_DIGITS = 11, 2, 4
 _NUM_DIGITS = _NUMBER_DIGITS + _SQUARE_DIGITS
 _EXACT = (torch.float32, torch.float64)
-Sums = Sequence[float] | Tensor
-"""The sums of a step, float64: plain numbers on the host."""
+Sums = Sequence[Any] | Tensor
+"""A step's sums, float64: plain numbers on the host; a worker alone leaves losses on its device."""
 Gradients = GradientReducer | SharedStates
 """The gradients of a step, which are summed over the workers: whole ones, or shares."""
 _Noted = tuple[Gradients, list[int], bool]  # reducer, unused parameters, has other workers
 _MOST_SAMPLES = 1 << 48  # of a dataset; what is more is no length
-_MAX_GRADIENTS = 64  # weights such as numbers of tokens give many different shares
+_MAX_NUMBERS = 64  # weights such as numbers of tokens give many different shares
 
 
 def packed_sums(num_nodes: int, num_parameters: int, *, on_host: bool) -> PackedSums:
@@ -393,7 +394,7 @@ class StepTotals:
         self.stops: Tensor | float | None = None
         self._settings_number = 0
         self._step: _Noted = (reducer, [], place.distributed)
-        self._sums: Sequence[float] | Tensor | None = None
+        self._sums: Sums | None = None
         self.settings_differ = False
         self.extra: list[float] = []
         self._num_samples = 0
@@ -405,7 +406,7 @@ class StepTotals:
         self._losses: dict[int, Tensor | float] = {}
         self._weights: dict[int, Tensor | float] = {}
         self._keeps_weights = False  # on the device
-        self._gradients: dict[tuple[object, ...], Tensor] = {}
+        self._numbers: dict[tuple[object, ...], Tensor] = {}
         self._are_alike = are_alike
         self._scale: Tensor | None = None
         self._has_scaler, self.may_overflow_elsewhere = False, False
@@ -525,12 +526,16 @@ class StepTotals:
             return None
         if isinstance(share, Tensor):
             return share.to(loss.dtype).reshape(loss.shape)
-        key = share, loss.dtype, loss.device, loss.shape
-        if key not in self._gradients:
-            if len(self._gradients) >= _MAX_GRADIENTS:
-                self._gradients.clear()
-            self._gradients[key] = torch.full_like(loss, share, requires_grad=False)
-        return self._gradients[key]
+        return self._like(loss, share)
+
+    def _like(self, loss: Tensor, number: float) -> Tensor:
+        """The number as a tensor like a loss, which is made once."""
+        key = number, loss.dtype, loss.device, loss.shape
+        if key not in self._numbers:
+            if len(self._numbers) >= _MAX_NUMBERS:
+                self._numbers.clear()
+            self._numbers[key] = torch.full_like(loss, number, requires_grad=False)
+        return self._numbers[key]
 
     def exchange(
         self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None, *, last: bool = False
@@ -549,6 +554,9 @@ class StepTotals:
         if sums is not None:  # ``write`` put them into the last bucket
             self._reducer.wait()
             return self._unpacked(sums)
+        if start is None and not (self._distributed or self._weighted):
+            self._reducer.wait()
+            return self._own_numbers()  # the host knows all but the losses: nothing is sent
         if last:
             self._reducer.wait()
             return (start or self._start)(self._own_sums())()
@@ -625,30 +633,31 @@ class StepTotals:
         self._late.forget()
 
     def _own_sums(self) -> Tensor:
+        """``_own_numbers`` as a tensor on this worker's device."""
+        numbers = self._own_numbers()
+        on_device = {n: value for n, value in enumerate(numbers) if isinstance(value, Tensor)}
+        host = [0.0 if isinstance(value, Tensor) else value for value in numbers]
+        sums = torch.tensor(host, dtype=torch.float64).to(self._place.device, non_blocking=True)
+        for index, value in on_device.items():
+            sums[index] = value
+        return sums
+
+    def _own_numbers(self) -> list[Any]:
         """[flags, settings, losses * weights, weights, extra, used parameters] of this worker.
 
         ``extra`` holds numbers that other modules sum along with the step.
         """
         _, unused, distributed = self._note_step()
-        number = self._reducer.num_parameters if distributed else 0
+        used = [1.0] * (self._reducer.num_parameters if distributed else 0)
         nodes = self._num_nodes
-        flags = [*self._flags(), *[0.0] * (2 * nodes), *self.extra, *[1.0] * number]
+        numbers: list[Any] = [*self._flags(), *[0.0] * (2 * nodes), *self.extra, *used]
         for index in unused if distributed else ():
-            flags[index - number] = 0.0
-        on_device = {}
+            numbers[index - len(used)] = 0.0
         for node, weight in self._weights.items():
             loss = self._losses[node]
-            product = (loss.double() if isinstance(loss, Tensor) else loss) * weight
-            for index, value in ((_NODES + node, product), (_NODES + nodes + node, weight)):
-                if isinstance(value, Tensor):
-                    on_device[index] = value
-                else:
-                    flags[index] = value
-        host = torch.tensor(flags, dtype=torch.float64)
-        sums = host.to(self._place.device, non_blocking=True)
-        for index, value in on_device.items():
-            sums[index] = value
-        return sums
+            numbers[_NODES + node] = (loss.double() if isinstance(loss, Tensor) else loss) * weight
+            numbers[_NODES + nodes + node] = weight
+        return numbers
 
     def close(self, sums: Sums) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss []."""
@@ -708,7 +717,8 @@ class StepTotals:
         if isinstance(loss, float):
             found_mean = loss / weight if weight else math.nan
             return torch.scalar_tensor(found_mean, dtype=torch.float64)
-        mean: Tensor = loss / weight
+        # On a device a tensor of one number divides, for a plain number is inverted before.
+        mean: Tensor = loss / (weight if isinstance(weight, Tensor) else self._like(loss, weight))
         return mean
 
     def _looked_at(self, weights: Sequence[float]) -> float:

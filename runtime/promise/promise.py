@@ -306,6 +306,7 @@ class _Tests:
 class _Step:
     """The passes of a step on this worker, and what their losses are divided by."""
 
+    tests: _Tests
     function: Callable[..., Any]
     batch: Batch
     form: ReturnForm
@@ -373,7 +374,9 @@ class Promise:
         self._said: _Step | None = None  # whose wish is on its way
         self._asked: _Step | None = None  # whose function all test again
         self._asked_node: int | None = None  # and the virtual node that asks for it
-        self._form: tuple[Callable[..., Any], Batch, ReturnForm] | None = None  # of this step
+        self._form: tuple[_Tests, Callable[..., Any], Batch, ReturnForm] | None = (
+            None  # of this step
+        )
         self._nothing = torch.zeros(())  # on this worker's device
         self._is_late: bool | None = None  # whether a worker reads numbers late; all alike
 
@@ -397,7 +400,7 @@ class Promise:
         tests = self._of(function)
         tests.steps += 1
         self._looked.clear()
-        self._form = function, batch, form
+        self._form = tests, function, batch, form
         if tests.steps < tests.due or batch.num_samples < 2 or batch.first_samples is None:
             return None
         most = min(batch.num_samples, _MOST_SAMPLES)
@@ -425,7 +428,7 @@ class Promise:
         self._said = own
         if self._is_late:
             waiting = own.on_device or [self._nothing]
-            arrived = self._late.exchange(torch.stack(waiting).double())
+            arrived = self._late.exchange(_row_of(waiting))
             self._said, self._before = self._before, own
         node = self._unlike(self._said, arrived)
         return [float(number == node) for number in range(max(len(self._sizes), 1))]
@@ -461,7 +464,7 @@ class Promise:
         if not step.on_device:
             self._test_again(step, self._unlike(step, ()))
         else:
-            arrived = self._late.exchange(torch.stack(step.on_device).double())
+            arrived = self._late.exchange(_row_of(step.on_device))
             before, self._before = self._before, step
             self._test_again(before, self._unlike(before, arrived))
 
@@ -486,7 +489,7 @@ class Promise:
         """The first virtual node whose loss was divided by another number, if that is known."""
         if step is None or arrived is None or not step.looked:
             return None
-        number = self._of(step.function).unlike(step.with_numbers(arrived))
+        number = step.tests.unlike(step.with_numbers(arrived))
         return None if number is None else step.looked[number][0]
 
     def _test_again(self, step: _Step | None, node: int | None) -> None:
@@ -582,6 +585,11 @@ class Promise:
             calls = LossTrial(function, self._model, given, ReturnForm(), call)
             is_telling, _ = calls.judge(cut, num_samples)
         tests.note(_MOST_SAMPLES, is_told=is_telling)
+
+
+def _row_of(numbers: Sequence[Tensor]) -> Tensor:
+    """[numbers] on their device; one alone takes no kernel."""
+    return numbers[0].reshape(1) if len(numbers) == 1 else torch.stack([*numbers]).double()
 
 
 def _lacks_memory(error: TargetError) -> bool:

@@ -75,6 +75,14 @@ def test_no_step_waits_for_the_device(gpus: GpuHost, losses: str, level: str) ->
         assert "collectives 1.0\n" in found.stdout
 
 
+def test_a_worker_alone_copies_nothing_but_its_batch(software: GpuHost) -> None:
+    """Its host knows all of a step's sums but the losses, which stay on the device."""
+    text = STEADY.replace('sys.argv[1] == "weighted"', "False")
+    text = text.replace("(model, optimizer)", '(model, optimizer, device="cuda")')
+    text = text.replace('found["nccl"] / 5', 'found["h2d"] / 5, found.get("d2h", 0)')
+    assert "collectives 2.0 0\n" in software("V100").python(text)
+
+
 SPOILT = """
 import sys
 import torch
