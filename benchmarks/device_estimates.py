@@ -4,7 +4,9 @@ Efficiencies (planning/costs/efficiency.py) are fitted to runs that others measu
 GPU: layers of OPT-350M (Sailor), steps of GPT (vTrain) and ResNet-50 (Gavel), and what NVIDIA's
 examples reach by NVIDIA's and by Lambda's tables. Each error is of a fit without all figures of one
 type of GPU, or of one model. Five targets are judged: times, ratios between two types, splits over
-two types, memory, and whether the stated error holds for nine in ten.
+two types, memory, and whether the stated error holds for nine in ten. Two more tables are of
+Lambda's figures of two years earlier, which no fit saw: how far the stated estimates are off, and
+how far the ratios of both publications differ.
 
     python benchmarks/device_estimates.py            about 80 CPU seconds
     python benchmarks/device_estimates.py --quick    errors of the fit to all
@@ -36,14 +38,20 @@ from estimates_parts.measured import (  # noqa: E402
     vtrain_steps,
 )
 from estimates_parts.memory import memory_errors  # noqa: E402
-from estimates_parts.published import published_steps  # noqa: E402
+from estimates_parts.published import EARLIER, published_steps  # noqa: E402
 
 from hetflow.planning.costs.device_table import spec_of  # noqa: E402
+from hetflow.planning.costs.efficiency import (  # noqa: E402
+    ESTIMATED_ERROR,
+    FITTED,
+    RATIO_ERROR,
+)
 from hetflow.planning.costs.roofline import Efficiency  # noqa: E402
 
 TARGET = ROOT / "planning" / "costs" / "efficiency.py"
 WITHIN = 0.9  # the share of held-out errors that the stated error holds
 RATIO_TARGET = 0.15
+LATER_FORMS = {"V100-SXM2-32GB": "V100-SXM2-16GB"}  # as fast: the memory's size differs
 Errors = dict[str, list[tuple[str, float]]]
 """By group, the errors and the figure that each is of: those of one figure count together once."""
 
@@ -221,6 +229,38 @@ def judged(
     return max(times), max(ratios)
 
 
+def earlier(runs: Runs, result: dict[str, object]) -> None:
+    """Print the errors of what is stated now, and of one publication by the other."""
+    wholes = Runs([*published_steps(EARLIER)], runs.link).wholes(FITTED)
+    seen = [one for one in runs.wholes(FITTED) if one.source == "lambdal"]
+    for is_convolutional in (False, True):
+        kind = "convolutions" if is_convolutional else "products"
+        found = [one for one in wholes if one.is_convolutional is is_convolutional]
+        off = [math.exp(one.off) - 1 for one in found]
+        between = [math.exp(one.off - other.off) - 1 for one, other in pairs(found)]
+        for name, errors, stated in (
+            ("times", off, getattr(ESTIMATED_ERROR, kind)),
+            ("ratios", between, getattr(RATIO_ERROR, kind)),
+        ):
+            title = f"{name} of {kind}, earlier figures"
+            show(title, {"all": [(str(n), error) for n, error in enumerate(errors)]}, result)
+            share = sum(abs(error) <= stated for error in errors) / len(errors)
+            result[f"held by the stated error, {title}"] = share
+            print(f"  the stated error holds for {share:.0%}")
+        later = {(one.form, one.model, one.config): one.seconds for one in seen}
+        faster = {  # how many times as fast a figure was two years later
+            one: one.seconds / later[key]
+            for one in found
+            if (key := (LATER_FORMS.get(one.form, one.form), one.model, one.config)) in later
+        }
+        apart = [
+            (f"{one.form}, {other.form}", max(ratio, 1 / ratio) - 1)
+            for one, other in pairs(faster)
+            for ratio in [faster[one] / faster[other]]
+        ]
+        show(f"ratios of {kind}, later figures against earlier", {"all": apart}, result)
+
+
 def write(efficiency: Efficiency, stated: dict[str, tuple[float, float]]) -> None:
     """The module of fitted figures."""
     values = "\n".join(
@@ -266,6 +306,7 @@ def main() -> None:
     nodes = gh200_errors(reference.gpu_runs(), rest.fit())
     titled = {name: [(name, error) for error in errors] for name, errors in nodes.items()}
     show("15 runs of OPT-350M on GH200 nodes, GH200 left out", titled, result)
+    earlier(runs, result)
     show("memory", {name: [(name, error)] for name, error in memory_errors().items()}, result)
     print("\nstated, of times and of ratios:", stated)
     result["stated"] = stated

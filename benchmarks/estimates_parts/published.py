@@ -21,7 +21,8 @@ from hetflow.schema.layers import Operator
 from .measured import ADAM_BYTES, Measured
 from .megatron import Shape, block_counts, head_counts
 
-FIGURES = Path(__file__).resolve().parents[2] / "tests" / "data" / "training_figures.csv"
+_DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
+FIGURES, EARLIER = _DATA / "training_figures.csv", _DATA / "earlier_figures.csv"
 _PRECISIONS: dict[str, Precision] = {"TF32": "tf32", "FP32": "float32", "AMP fp16": "float16"}
 _MODELS = Path(__file__).with_name("published_models.py")
 _CONVOLUTIONAL = {  # and in channels_last, which only NVIDIA's 16-bit runs are (configs.yml)
@@ -34,9 +35,9 @@ _OF_UNKNOWN_KERNELS = (_NVIDIA, "BERT-large", "float16")  # apex's fused ones: n
 Operators = tuple[tuple[int, tuple[Operator, ...]], ...]
 
 
-def published_steps() -> Iterator[Measured]:
-    """A step, or a pass of BERT's pretraining, for each figure."""
-    with FIGURES.open(encoding="utf-8") as stream:
+def published_steps(figures: Path = FIGURES) -> Iterator[Measured]:
+    """A step, or a pass of BERT's pretraining, for each figure of a table."""
+    with figures.open(encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
             size, precision = int(row["batch_per_gpu"]), _PRECISIONS[row["precision"]]
             source, model = row["repository"], row["model"]
