@@ -651,18 +651,25 @@ class _Search:
 
     @cached_property
     def levels(self) -> Table:
-        """All times that single stages may take, which T is one of."""
-        fits = self.in_flight >= 1
-        found: Table = np.unique(self.compute[fits & np.isfinite(self.compute)])
+        """All times that stages may take, which T is one of.
+
+        Where weights are shared, stages of two types have times of their own.
+        """
+        passes = np.where(self.in_flight >= 1, self.compute, inf)
+        if self.shares_weights:
+            each = {tuple(self.options[o] for o in kind.options) for kind in _kinds_of(self)}
+            passes = np.array([self.passes(options) for options in each])
+        found: Table = np.unique(passes[np.isfinite(passes)])
+        return found
+
+    def passes(self, options: tuple[_Option, ...]) -> Table:
+        """[start, end] passes of stages of some options, with what they wait for."""
+        each = [self.with_gathers(option, self.curves(options)) for option in options]
+        found: Table = np.max(each, axis=0)
         return found
 
     def _snapped(self, cells: _Cells) -> _Cells:
-        """The cells with ends at times that there are, without those that have none.
-
-        Where weights are shared, times of stages of two types depend on both.
-        """
-        if self.shares_weights:
-            return cells
+        """The cells with ends at times that there are, without those that have none."""
         first = np.searchsorted(self.levels, cells.low * (1 + 1e-12), side="right")
         last = np.searchsorted(self.levels, cells.high * (1 + 1e-12), side="right") - 1
         there = first <= last
@@ -805,13 +812,9 @@ class _Stages:
         def most(table: Table) -> Table:
             return np.array([table[list(kind.options)].max(axis=0) for kind in self._kinds])
 
-        self._compute = most(search.compute)
-        if search.shares_weights:
-            for number, kind in enumerate(self._kinds):
-                both = tuple(options[o] for o in kind.options)
-                curves = search.curves(both)
-                each = [search.with_gathers(option, curves) for option in both]
-                self._compute[number] = np.max(each, axis=0)
+        self._compute = np.array(
+            [search.passes(tuple(options[o] for o in kind.options)) for kind in self._kinds]
+        )
         self._output = most(np.array([o.output for o in options]))
         fits = np.array([o.most_in_flight for o in options])
         self._fits = np.array([fits[list(kind.options)].min(axis=0) for kind in self._kinds])
