@@ -276,6 +276,8 @@ def _shape_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
         yield "stages share unlike states"
     if own == "all" and (plan.shard_optimizer or chunks > 1 or replicas == {1}):
         yield "weights are shared by several replicas of one stage a device, with all states"
+    if own == "all" and plan.num_microbatches % min(replicas):
+        yield f"{plan.num_microbatches} microbatches do not divide among replicas that meet in each"
     for number, stage in enumerate(plan.stages):
         degrees = sorted({group.tensor_parallel_size for group in stage.replicas})
         if own is not None and len(degrees) > 1:

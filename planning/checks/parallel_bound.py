@@ -150,6 +150,8 @@ def _searches(problem: ParallelProblem, least: int) -> "Iterator[_Search]":
         tables = list[_Option]()
         units, fewest = ceil(problem.global_batch_size / size), dict[tuple[Any, ...], int]()
         for replicas in range(least, min(devices, units) + 1):
+            if problem.shard == "all" and units % replicas:
+                continue  # who shares weights meets in every pass
             inside = tuple(
                 pool.devices_per_server % (t.tensor_parallel_size * replicas) == 0
                 for pool in problem.pools

@@ -177,11 +177,14 @@ def replica_counts(
 
     Others that run as many microbatches take more devices, and their all-reduce is no shorter:
     any plan of theirs is still one without some replicas. Not so where they share the optimizer's
-    state, or where the all-reduce of more replicas may be shorter (``_may_reduce_faster``).
+    state, or where the all-reduce of more replicas may be shorter (``_may_reduce_faster``). Where
+    they share weights, they meet in every pass, so all run equally many.
     """
     units = -(-problem.global_batch_size // microbatch_size)
     fewest: dict[int, int] = {}
     for replicas in range(1, min(most, units) + 1):
+        if problem.shard == "all" and units % replicas:
+            continue
         fewer = fewest.setdefault(-(-units // replicas), replicas)
         if (
             fewer == replicas

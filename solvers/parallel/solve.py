@@ -639,7 +639,8 @@ def _sharded_sentence(problem: ParallelProblem) -> str:
     }
     return (
         "; the replicas of a stage, of one tensor degree where they share, have in common "
-        f"{' or '.join(names[shard] for shard in problem.shards)} (all stages alike), equally or, "
+        f"{' or '.join(names[shard] for shard in problem.shards)} (all stages alike; weights only "
+        "where all replicas run equally many microbatches), equally or, "
         "where that does not fit on both types, as evenly as memory allows"
     )
 

@@ -71,6 +71,8 @@ def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Plan]:
     rounds = -(-problem.global_batch_size // (size * replicas))
     if size > problem.global_batch_size:
         return
+    if problem.shard == "all" and -(-problem.global_batch_size // size) % replicas:
+        return
     for cuts in compositions(len(problem.layers)):
         if len(cuts) > (problem.most_stages or len(cuts)):
             continue
