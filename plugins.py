@@ -46,9 +46,18 @@ if TYPE_CHECKING:
     from .schema.profile import LayerGraph, LayerNode
     from .schema.schedule import Kind, PipelineShape, Schedule
     from .solvers.allocation.engine import Outcome
-    from .solvers.allocation.goals import Goal, LeastCurve, MaxMin, Ratio, Total
     from .solvers.allocation.instance import Instance
-    from .solvers.allocation.policy import LeastAttained, inverse, normalised, policy
+    from .solvers.allocation.policy import (
+        Goal,
+        LeastAttained,
+        LeastCurve,
+        MaxMin,
+        Ratio,
+        Total,
+        inverse,
+        normalised,
+        policy,
+    )
     from .solvers.allocation.program import Floats, Ints
     from .solvers.allocation.water_filling.water import WaterFilling
 
@@ -58,13 +67,13 @@ _NAMES = {
     ".schema.deployment": "Deployment",
     ".clusters.engines.protocol": "engine Engine EngineDevice Fate UnsuitableDevicesError Work",
     ".solvers.allocation.program": "Floats Ints",
-    ".solvers.allocation.goals": "Goal LeastCurve MaxMin Ratio Total",
     ".devices.host": "HostBackend",
     ".solvers.allocation.instance": "Instance",
     ".planning.checks.judges": "Judge judge",
     ".schema.schedule": "Kind PipelineShape Schedule",
     ".schema.profile": "LayerGraph LayerNode",
-    ".solvers.allocation.policy": "LeastAttained inverse normalised policy",
+    ".solvers.allocation.policy": "Goal LeastAttained LeastCurve MaxMin Ratio Total inverse "
+    "normalised policy",
     ".devices.backend": "AcceleratorBackend LocalDevice device_backend",
     ".clusters.engines.local": "LocalEngine",
     ".solvers.allocation.engine": "Outcome",

@@ -23,8 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from live_parts.real import run_to_end, write_profile
 
-from hetflow.clusters.engines.lease_folder import ENDED, STARTED
-from hetflow.clusters.engines.protocol import OUTPUT
+from hetflow.clusters.engines.protocol import ENDED, OUTPUT, STARTED
 from hetflow.clusters.engines.slurm import SlurmEngine
 from hetflow.clusters.mechanisms.round_state import RoundRules
 from hetflow.clusters.scheduler.loop import Scheduler

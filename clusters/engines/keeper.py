@@ -21,8 +21,7 @@ from typing import Any
 
 from ...schema.errors import ProblemError
 from .accounts import Account, account
-from .lease_folder import ENDED, STARTED, WORK, claim, write_atomically
-from .protocol import OUTPUT
+from .protocol import ENDED, OUTPUT, STARTED, WORK, claim, write_atomically
 
 ASK = signal.SIGURG
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -20,19 +20,22 @@ from ...schema.cluster import Cluster
 from ...schema.errors import FileError, ProblemError
 from ...schema.options import option
 from .keeper import start_ticks, stopped_with_parent
-from .lease_folder import (
+from .protocol import (
     ASKED,
     ENDED,
     LOCK,
     STARTED,
     WORK,
+    EngineDevice,
+    Fate,
+    Work,
     document_of,
+    engine,
     private,
     progress,
     read_json,
     write_atomically,
 )
-from .protocol import EngineDevice, Fate, Work, engine
 
 _KEEPER = "hetflow.clusters.engines.keeper"
 

@@ -17,21 +17,25 @@ from typing import Any
 
 from ...schema.cluster import Cluster
 from ...schema.errors import ProblemError
-from .lease_folder import (
+from .local import is_locked
+from .protocol import (
     ASKED,
     CLAIM,
     ENDED,
     SUBMITTED,
+    EngineDevice,
+    Fate,
+    UnsuitableDevicesError,
+    Work,
     digest_of,
     document_of,
+    engine,
     fate_of_lost,
     progress,
     read_json,
     revoke,
     write_atomically,
 )
-from .local import is_locked
-from .protocol import EngineDevice, Fate, UnsuitableDevicesError, Work, engine
 
 _NAMESPACE = "hetflow"
 _ACCELERATOR = "accelerator_type:"

@@ -7,8 +7,8 @@ from pathlib import Path
 import ray
 
 from .keeper import stopped_with_parent
-from .lease_folder import claim
 from .local import HostLeases
+from .protocol import claim
 
 
 class LeaseActor:

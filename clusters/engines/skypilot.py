@@ -23,19 +23,23 @@ from ...devices.cpu import DEVICE_TYPE
 from ...schema.cluster import Cluster
 from ...schema.deployment import PORT
 from ...schema.errors import BackendError, ProblemError
-from .lease_folder import (
+from .protocol import (
     ASKED,
     ENDED,
+    FIRST_STEP,
     STOPPED,
     SUBMITTED,
     WORK,
+    EngineDevice,
+    Fate,
+    Work,
     digest_of,
     document_of,
+    engine,
     progress,
     read_json,
     write_atomically,
 )
-from .protocol import FIRST_STEP, EngineDevice, Fate, Work, engine
 
 TASK = "HETFLOW_SKYPILOT_TASK"
 _IDLE_MINUTES = 5  # until a cluster without a launch goes down

@@ -23,24 +23,28 @@ from pathlib import Path
 from ...schema.cluster import Cluster
 from ...schema.errors import FileError, HetflowError, ProblemError
 from .keeper import ASK
-from .lease_folder import (
+from .protocol import (
     ASKED,
     CLAIM,
     ENDED,
     ENGINE,
+    OUTPUT,
     SUBMITTED,
     WORK,
+    EngineDevice,
+    Fate,
+    Work,
     claim,
     claimed_by,
     digest_of,
     document_of,
+    engine,
     fate_of_lost,
     progress,
     read_json,
     revoke,
     write_atomically,
 )
-from .protocol import OUTPUT, EngineDevice, Fate, Work, engine
 
 _log = logging.getLogger("hetflow")
 _KEEPER = "hetflow.clusters.engines.keeper"

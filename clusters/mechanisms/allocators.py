@@ -13,10 +13,9 @@ from ...schema.plugins import Registry
 from ...schema.spelling import did_you_mean
 from ...solvers.allocation import Instance, Policy, make_instance, solve
 from ...solvers.allocation.engine import Outcome, solve_alone, spread
-from ...solvers.allocation.goals import MaxMin
 from ...solvers.allocation.instance import CONSOLIDATED, isolated_rate
 from ...solvers.allocation.las import WarmMaxMin, centre
-from ...solvers.allocation.policy import POLICIES
+from ...solvers.allocation.policy import POLICIES, MaxMin
 from ...solvers.allocation.program import max_min_program
 from ...solvers.allocation.space_sharing.column_generation import PairTimes
 from .pool import Active, Floats, Ints

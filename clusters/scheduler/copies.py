@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...schema.errors import FileError, ProblemError
 from ...schema.options import option
-from ..engines.lease_folder import WORK, read_json
+from ..engines.protocol import WORK, read_json
 from .store import FILE, ClusterStore, lock
 
 COPY = f"{FILE}.copy"

@@ -18,7 +18,7 @@ from typing import IO, Any
 from ...schema.errors import FileError, ProblemError
 from ...schema.files import made_folder
 from ...schema.options import option
-from ..engines.lease_folder import private
+from ..engines.protocol import private
 
 FILE = "state.sqlite"
 RUN = "run"

@@ -7,7 +7,6 @@ import numpy as np
 
 from ..compiling import compiled_if_often
 from ..effort import never
-from . import simplex
 from .instance import Instance
 from .interior import Walk, walk
 from .interior import solve as solve_interior
@@ -18,9 +17,11 @@ from .program import (
     Solution,
     gap_between,
     level_of,
+    likely_columns,
     merge,
     resource_use,
     shortfall,
+    solve_by_simplex,
 )
 from .space_sharing.column_generation import Pairing, PairTimes, throughput_with_pairs
 from .space_sharing.column_generation import solve as solve_with_pairs
@@ -199,8 +200,8 @@ def solve_alone(program: FractionProgram, should_stop: Callable[[], bool] = neve
     near = solve_interior(program, _FASTEST_WALK, should_stop)
     if near is not None and (near.gap < ACCEPTED_GAP or should_stop()):
         return near
-    likely = None if near is None else simplex.likely_columns(program, near)
-    found = simplex.solve(program, likely, should_stop)
+    likely = None if near is None else likely_columns(program, near)
+    found = solve_by_simplex(program, likely, should_stop)
     return replace(found, method=f"{found.method}, {BROKE_DOWN}")
 
 

@@ -9,9 +9,18 @@ import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.options import option
-from .goals import LeastCurve, MaxMin, Ratio, Total
 from .instance import Instance
-from .policy import LeastAttained, Policy, inverse, normalised, register
+from .policy import (
+    LeastAttained,
+    LeastCurve,
+    MaxMin,
+    Policy,
+    Ratio,
+    Total,
+    inverse,
+    normalised,
+    register,
+)
 from .program import Floats, Ints
 from .sum_of_ratios import SumOfRatios
 from .water_filling.water import WaterFilling

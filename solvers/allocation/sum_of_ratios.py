@@ -31,8 +31,8 @@ import numpy as np
 from ...schema.errors import BackendError
 from ..lp import LinearAnswer, LinearSession
 from .engine import Outcome, RegionCut, RegionProof, optimise, tighten
-from .goals import PRECISION, Total
 from .instance import Instance
+from .policy import PRECISION, Total
 from .program import Floats
 
 GAP = 5e-7  # relative; below what is called optimal

@@ -2,6 +2,9 @@
 
 Every stage has equally many replicas, on runs of devices in the order of the topology. Cuts share
 out the compute, or the weights, evenly by the devices' speed. The plans prove nothing.
+
+    layers of 2, 1, 1, 2 s on two equal devices: half of 6 s is reached after the second layer
+    so the stages are (2, 1) and (1, 2)
 """
 
 from collections.abc import Iterator

@@ -67,6 +67,8 @@ def search_line(
             low, probe = limit, False
         else:
             placed, high = found, min(limit, line.attained(found))
+            # After some halvings the plan in hand is often the best one: to ask just below what it
+            # attains proves that at once, where halving would go on to the last digit.
             probe = halvings > _HALVINGS_BEFORE_PROBING
     return placed
 
@@ -330,6 +332,8 @@ def search_graph(
         if effort.should_stop():
             raise StoppedError(0.0)
         behind = np.maximum(best[move.source], costs.boundary_seconds[move.gap])
+        # Only cuts from which the rest can still be run; with a limit, also those whose work ahead
+        # fits the devices left even if it could be spread at will.
         hopeful = behind < np.inf
         if below < np.inf:
             left = problem.num_devices - used[move.source]

@@ -92,6 +92,7 @@ class Incumbent:
     def offer_seated(self, problem: PipelineProblem, costs: StageCosts, seats: Seats) -> None:
         """Time a plan whose devices are named, and keep it if it is faster."""
         seconds = step_of(problem, costs, seats.placed)
+        # Of steps that are equal but for rounding, the plan of fewer stages stays.
         fewer = self.placed is None or len(seats.placed) < len(self.placed)
         if seconds < self.seconds * (1 - EXACT) or (
             fewer and seconds <= self.seconds * (1 + EXACT)
@@ -168,6 +169,8 @@ class PlanTree:
         """Look for better plans; a step that no plan of these tables can beat."""
         heap: list[Node] = []
         for state in self.tables.final.tolist():
+            # By caps, the largest first: a plan whose maximum lies between two of them has at least
+            # the least sum under the upper one, and a maximum above the lower one.
             bound = float((self.whole[:, state] + self.above).min())
             if np.isfinite(bound):
                 heapq.heappush(heap, Node(bound, next(self.order), 0.0, 0.0, 0.0, [], state, 0, 0))
@@ -175,6 +178,7 @@ class PlanTree:
         looked = 0
         while heap and self.entries > 0 and self.passes > 0 and len(heap) < _MOST_NODES:
             node = heap[0]
+            # The least bound of all open nodes bounds every plan that is left.
             if budget.accepts(self.best.seconds, node.bound):
                 break
             if budget.should_stop():
@@ -231,7 +235,11 @@ class PlanTree:
         left = np.maximum(model.left_of(kind, cut, max(link, move.span)) + over, node.most)
         # [limits, cuts]
         totals = self.behind[:, move.source, need, :] + own + node.total
+        # The maximum of a plan below: that of its stages so far, or of one still to be placed,
+        # which is above the next cap down.
         least = np.maximum(self.above[:, None], left[None, :])
+        # Stages that wait for gradients need the sum from them on, which is known better with each
+        # stage placed: they are bounded anew.
         for each in node.rounds:
             least = np.maximum(least, each.times * (totals - each.before) + each.rest)
         admitted = model.round_of(kind, cut)

@@ -415,6 +415,8 @@ class Windows:
         """[moves, cuts] the least value at the ends that each begin may have."""
         of_link = link if self.model.pessimistic else np.zeros_like(link)
         window = self.window[batch.kind]
+        # Two windows of 2^level values cover any window of ends; that they overlap does no harm, as
+        # a minimum counts nothing twice.
         row, level = batch.row[:, None], self.level[window, of_link]
         totals: Floats = np.minimum(
             self.minima[level, row, self.begin[None, :]],
@@ -483,6 +485,8 @@ def _windows(model: StepModel, kinds: tuple[MoveKind, ...]) -> tuple[Ints, list[
     found: list[int] = []
     distinct: list[MoveKind] = []
     for kind in kinds:
+        # Where a stage may end then depends on its pool and what it holds alone: kinds that differ
+        # in replicas or links share windows.
         is_alike = not model.pessimistic and np.isinf(model.most_seconds)
         key = kind._replace(num_replicas=0, span=0) if is_alike else kind
         if key not in number:
@@ -495,6 +499,8 @@ def _windows(model: StepModel, kinds: tuple[MoveKind, ...]) -> tuple[Ints, list[
 def _last(model: StepModel, kind: MoveKind, link: int, limit: float) -> Ints:
     """[cuts] the last end that memory and limit allow a stage that begins at each cut."""
     own, inputs, memory = model.stash(kind)
+    # Memory, work and what is left are all differences of sums that never fall along the line. So
+    # the ends that a limit allows are all those up to a last one.
     last = np.full(model.size, model.size - 1)
     if np.isfinite(memory):
         last = np.searchsorted(own, own + memory - inputs, side="right") - 1
@@ -634,11 +640,16 @@ class Tables:
             for link in range(self.num_links):
                 self.effort.check()
                 slowest = np.maximum(link, batch.span)
+                # The link of the boundary only adds to the sum, so one look at the windows serves
+                # all links.
                 if least is None or model.pessimistic:
                     least = ranges.least(batch, slowest) - compute
                 totals = least + model.transfer[slowest]
+                # Moves of a batch stand by target, so each target's moves are a run that ``heads``
+                # begins.
                 behind[batch.targets, link] = np.minimum.reduceat(totals, batch.heads)
             whole[batch.targets] = np.minimum.reduceat(ranges.whole(batch), batch.heads)
+            # All moves into these targets have been looked at, so they can be sources now.
             ranges.fill(behind, batch.rows)
         return Sums(limit, behind, whole)
 
@@ -647,6 +658,7 @@ class Tables:
         if not model.is_line:
             return Squares(model, self._batched, limit)
         limits = (pool.limit_bytes for pool in model.problem.pools)
+        # Without any limit a stage may end at every later cut: running minima do for windows.
         free = relaxed or (np.isinf(model.most_seconds) and all(limit is None for limit in limits))
         if free and np.isinf(limit) and not model.pessimistic:
             return Suffixes(model, self._batched)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.clusters.engines.lease_folder import claim
-from hetflow.clusters.engines.protocol import ENGINES, Fate, UnsuitableDevicesError
+from hetflow.clusters.engines.protocol import ENGINES, Fate, UnsuitableDevicesError, claim
 from hetflow.clusters.engines.ray import RayEngine, actor_name, devices_of
 from hetflow.runtime.preload import VARIABLE as PRELOAD
 from hetflow.schema.cluster import Cluster

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.api.formats import export
-from hetflow.clusters.engines.lease_folder import claim
-from hetflow.clusters.engines.protocol import ENGINES, Fate, UnsuitableDevicesError, Work
+from hetflow.clusters.engines.protocol import ENGINES, Fate, UnsuitableDevicesError, Work, claim
 from hetflow.clusters.engines.slurm import (
     NodeGpus,
     SlurmEngine,

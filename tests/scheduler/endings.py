@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.clusters.engines.lease_folder import ENDED, STARTED
+from hetflow.clusters.engines.protocol import ENDED, STARTED
 from hetflow.clusters.scheduler import leases, view
 from hetflow.clusters.scheduler.store import RUN, ClusterStore
 from hetflow.clusters.scheduler.submission import submission, submit

@@ -69,7 +69,7 @@ def test_a_job_has_the_variables_that_were_chosen_and_no_other_of_its_submitter(
 
 
 def test_only_its_owner_reads_a_jobs_variables(tmp_path: Path) -> None:
-    from hetflow.clusters.engines.lease_folder import WORK, write_atomically
+    from hetflow.clusters.engines.protocol import WORK, write_atomically
 
     write_atomically(tmp_path / WORK, {"environment": {"KEY": "secret"}})
     assert (tmp_path / WORK).stat().st_mode & 0o077 == 0

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.cli.main import run
-from hetflow.clusters.engines.lease_folder import WORK, document_of, write_atomically
-from hetflow.clusters.engines.protocol import Work
+from hetflow.clusters.engines.protocol import WORK, Work, document_of, write_atomically
 from hetflow.clusters.scheduler.copies import COPY, EVERY_SECONDS, Copies
 from hetflow.clusters.scheduler.store import FILE, ClusterStore
 from hetflow.schema.errors import FileError

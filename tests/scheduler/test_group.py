@@ -23,9 +23,8 @@ import pytest
 
 from hetflow.cli.main import run
 from hetflow.clusters.engines.accounts import Account, account
-from hetflow.clusters.engines.lease_folder import progress
 from hetflow.clusters.engines.local import LocalEngine
-from hetflow.clusters.engines.protocol import OUTPUT, Fate, Work
+from hetflow.clusters.engines.protocol import OUTPUT, Fate, Work, progress
 from hetflow.clusters.scheduler import leases, requests
 from hetflow.clusters.scheduler.history import usage
 from hetflow.clusters.scheduler.leases import CHECKPOINT, PLAN

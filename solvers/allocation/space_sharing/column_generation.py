@@ -82,6 +82,7 @@ class Master:
         self.ends = np.concatenate(([0], np.cumsum(np.bincount(groups.of))))
         self.known: set[tuple[float, bytes]] = set()
         self.session = LinearSession(generates_columns=True)
+        # Rows in this order: the time of each group, each resource, then demands, which join.
         self.session.add_rows(np.full(number, -np.inf), self.count)
         self.session.add_rows(np.full(kinds, -np.inf), program.capacity)
         self._measure()
@@ -232,6 +233,7 @@ class Master:
         if not len(broken):
             return False
         broken = broken[np.argsort(-lacking[broken], kind="stable")]
+        # One constraint a group in each round, the one broken most: with it the others often hold.
         _, top = np.unique(used[broken], return_index=True)
         chosen = broken[top]
         groups, rates = used[chosen], rate[chosen] * self.scale[used[chosen]]

@@ -21,9 +21,8 @@ import numpy as np
 
 from ....schema.errors import BackendError
 from ...effort import never
-from .. import simplex
 from ..engine import NO_PAIRS, MergedProgram, solve_alone
-from ..program import Bools, Floats, FractionProgram, Ints, Solution, resource_use
+from ..program import Bools, Floats, FractionProgram, Ints, Solution, resource_use, solve_by_simplex
 from ..space_sharing.column_generation import PairProgram, PairTimes, spare_prices
 
 # Least and marginal costs of a row's throughput at given prices of resources.
@@ -132,7 +131,7 @@ def at_prices(program: FractionProgram, prices: Floats) -> Solution | None:
         left = program.capacity - program.resources @ (program.count @ (program.usage * x))
         rest = some_rows(program, open_rows, kept, np.maximum(left, 0.0))
         try:
-            found = simplex.solve(rest)
+            found = solve_by_simplex(rest)
         except BackendError:
             return None
         x[open_rows], z = found.x, min(found.z, 1.0)
@@ -342,7 +341,7 @@ class LimitsAlone:
         """Solve for all rows: by the simplex method from the last vertex if types are many."""
         if program.rate.shape[1] <= MANY_COLUMNS:
             return solve_alone(program, self.should_stop)
-        found = simplex.solve(program, self._likely, self.should_stop)
+        found = solve_by_simplex(program, self._likely, self.should_stop)
         self._likely = found.x > 0
         return found
 
@@ -356,7 +355,7 @@ class LimitsAlone:
         for part in RELAXED:
             level = np.where(stopped, rest.level * (1.0 - part), rest.level)
             likely = None if self._likely is None else self._likely[self._rest]
-            found = simplex.solve(replace(rest, level=level), likely, self.should_stop)
+            found = solve_by_simplex(replace(rest, level=level), likely, self.should_stop)
             x[self._rest] = found.x
             if self._likely is not None:
                 self._likely |= x > 0

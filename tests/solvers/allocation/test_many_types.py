@@ -11,7 +11,8 @@ from hetflow.planning.checks.allocation import check
 from hetflow.planning.inputs import pool_of
 from hetflow.schema.errors import TooLittleTimeError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, Throughputs
-from hetflow.solvers.allocation import allocate, policy, simplex
+from hetflow.solvers.allocation import allocate, policy
+from hetflow.solvers.allocation import program as programs
 from hetflow.solvers.allocation.engine import solve_alone
 from hetflow.solvers.allocation.program import FractionProgram
 from hetflow.solvers.allocation.water_filling.bottlenecks import least_cost
@@ -59,12 +60,12 @@ def program(jobs: int, types: int, devices: float) -> FractionProgram:
 def test_columns_that_join_end_at_the_optimum_of_all(devices, monkeypatch):
     asked = program(60, 30, devices)
     usual = solve_alone(asked)
-    monkeypatch.setattr(simplex, "FEW", 100)
+    monkeypatch.setattr(programs, "FEW", 100)
     slowest = np.where(asked.rate > 0, asked.rate, np.inf).argmin(axis=1)
     bad = np.zeros(asked.rate.shape, dtype=bool)
     bad[np.arange(60), slowest] = True
-    for likely in (None, bad, simplex.likely_columns(asked, usual)):
-        found = simplex.solve(asked, likely)
+    for likely in (None, bad, programs.likely_columns(asked, usual)):
+        found = programs.solve_by_simplex(asked, likely)
         assert found.z == pytest.approx(usual.z, rel=1e-8)
         assert found.gap < 1e-8
 
