@@ -191,6 +191,8 @@ def _advance(p: Scaled, at: Point) -> Point | None:
     step = system.direction(-product)
     after = at.moved(step, *reach.lengths(step, 1.0))
     ahead = _mean_product(p, after, after.primal * after.dual)
+    # Mehrotra's rule: how far the plain step alone would close the gap says how much centring is
+    # needed, by its cube.
     part = min(max(ahead, 0.0) / max(mu, _TINY), _WORSE)
     target = mu * (part * part * part)
     centred = target - product
@@ -267,6 +269,8 @@ class _System:
         self.beta_l = -self.ib * self.q + self.ic * self.k
         self.alpha_z, self.beta_z = self.ib * p.level, self.ic * p.level
         size = len(p.capacity)
+        # Resources and z alone: rows are eliminated, each by a 2 x 2 system of its own (ia, ib,
+        # ic).
         matrix = np.zeros((size + 1, size + 1))
         block = -(p.resources * over_rows(ds * p.usage * n)) @ p.resources.T
         block.reshape(-1)[:: size + 1] -= self.at.w / self.at.price
@@ -285,6 +289,7 @@ class _System:
         else:
             matrix[size, size] = 1.0
         self.sound = bool(np.isfinite(matrix).all())
+        # Scaled to a unit diagonal, as prices may lie decades apart.
         self.unit = 1.0 / np.sqrt(np.maximum(np.abs(matrix.diagonal()), _TINY))
         self.balanced = matrix * self.unit[:, None] * self.unit
 

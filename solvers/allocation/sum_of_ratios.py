@@ -98,6 +98,9 @@ class _Search:
         self.cheapest = np.where(instance.rate > 0, instance.rate / self.paid, 0.0)
         best = self.cheapest.max(axis=1)
         self.free_value = float(best[goal.floor <= 0].sum())
+        # More than all jobs are worth, so devices that are lacking are bought only where no weights
+        # do without: each program has an optimum, and how much it lacks tells whether it is an
+        # allocation.
         self.penalty = 1e3 * float(best.sum() + 1.0)
         self.ways: dict[tuple[int, float, float], _Ways] = {}
         self.best, self.best_value = np.zeros_like(instance.rate), -np.inf
@@ -109,6 +112,7 @@ class _Search:
             return self._outcome([self._node((), 0)], 1)
         self._offer(floors.optimise(self.instance).x)
         heap = [self._node((), 0)]
+        # A good allocation first: what it is worth closes most nodes before they are cut.
         self._ascend(heap[0].x)
         closed: list[_Node] = []
         nodes = 1
@@ -182,6 +186,8 @@ class _Search:
         values = [way.value for way in ways]
         answer, slack = self._solve(ways, values)
         prices = np.maximum(answer.prices[: len(none)], 0.0)
+        # Weak duality: at any prices of devices no allocation is worth more than they and each
+        # job's best way at these prices. So the bound holds whatever HiGHS rounded.
         bound = float(prices @ self.instance.capacity) + self.free_value
         bound += sum(float((way.value - way.use @ prices).max()) for way in ways)
         x, thought = self._mixed(ways, answer.values)
@@ -189,6 +195,8 @@ class _Search:
             self._offer(x)
         dollars = (self.paid * x).sum(axis=1)[self.bound_jobs]
         over = thought - self.goal.floor[self.bound_jobs] / dollars
+        # The job that the program overrates most: cut where it is now, neither half overrates it
+        # there.
         worst = int(np.argmax(over))
         splits = over[worst] > 1e-12 * thought[worst]
         return _Node(

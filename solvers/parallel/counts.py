@@ -105,6 +105,7 @@ def deal(
     free = list(num_devices)
     for kind, number in kinds.items():
         for pool, devices in kind:
+            # Devices left after this decide; no other dealing could use fewer.
             # All that is certain: each replica of a single group, one of each group of a pair.
             free[pool] -= devices * number * (num_replicas if len(kind) == 1 else 1)
     for groups, first in zip(stages, known, strict=True):
