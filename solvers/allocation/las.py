@@ -75,6 +75,8 @@ def centre(
     asks = [n * s * p for n, s, p in zip(counts, scales, levels, strict=True)]
     limits = _limits(open_, asks, capacity)
     z = min(1.0 / max(levels), min(limits.values()))
+    # Sets that limit z are full in every optimum: classes inside have just their demand, and the
+    # types of such a set are closed to all others. What is left to choose has an interior.
     tight = [set(union) for union, limit in limits.items() if limit <= z * (1.0 + _TIGHT)]
     classes = []
     for n, s, mine, p in zip(counts, scales, open_, levels, strict=True):
@@ -84,6 +86,8 @@ def centre(
         classes.append(_Class(n, s, sorted(types), low, low if stuck else 1.0))
     full = set().union(*tight) if tight else set()
     filled, nothing = [j in full for j in range(len(capacity))], [None] * len(classes)
+    # The centre of the problem before is near this one's, but may lie a rounding error beyond a
+    # limit.
     for begin in [nothing] if start is None else [start, nothing]:
         try:
             return _newton(classes, list(capacity), filled, begin)
@@ -124,6 +128,8 @@ def _newton(
     used = [
         sum(c.count * c.scale * row[j] for c, row in zip(classes, x, strict=True)) for j in types
     ]
+    # Slacks need not agree with what is used: Newton's steps bring them together, while each slack
+    # stays positive, which is what the logarithms need.
     w = [0.0 if full[j] else max(capacity[j] - used[j], 0.1 * capacity[j]) for j in types]
     price = [0.0 if full[j] else 1.0 / w[j] for j in types]
     mu = [0.0] * len(classes)
