@@ -92,6 +92,8 @@ def _adapt_trainer(module: Any, library: str) -> None:
     around(module.LightningModule, "log", _log)
     connectors = f"{root}.trainer.connectors.logger_connector.logger_connector"
     around(import_module(connectors)._LoggerConnector, "log_metrics", _to_loggers)
+    for name in ("on_train_epoch_start", "on_train_epoch_end", "on_train_end"):
+        around(module.callbacks.StochasticWeightAveraging, name, _with_weights)
     writer = module.callbacks.BasePredictionWriter
     around(writer, "on_predict_batch_end", _on_first_worker)
     around(writer, "on_predict_epoch_end", _on_first_worker)
@@ -333,6 +335,12 @@ def _to_loggers(original: Any, self: Any, metrics: Any, *values: Any, **options:
         self._logged_metrics.pop(name, None)
 
 
+def _with_weights(original: Any, self: Any, *values: Any, **options: Any) -> None:
+    """Run what reads or sets the weights where all of them are here."""
+    training().gather_weights()
+    original(self, *values, **options)
+
+
 def _on_first_worker(original: Any, self: Any, trainer: Any, *values: Any, **options: Any) -> None:
     """Write predictions once: all workers have those of the whole batch."""
     if trainer.is_global_zero:
@@ -465,7 +473,8 @@ class _TrainerStrategy(_PlanStrategy):
             outputs.append(output)
         if before:
             self._held = self._exchange_gradients(before)
-        found = self._replay(step, recordings, parts, call, batch)
+        with current.part(*self._last):  # a number that comes first now is tried
+            found = self._replay(step, recordings, parts, call, batch)
         return self._output(outputs, counts, found[LOSS])
 
     def _output(self, outputs: list[Any], counts: list[int], value: float) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...schema.errors import TargetError
+from ...schema.options import option
 from ..data import PLAIN, copied, rows_of
 from ..determinism import streams_kept
 from ..nested_tensors import mapped, tensors_in
@@ -227,6 +228,13 @@ class ScriptStep:
                 raise self._no_kind(name, "its mean over samples")
 
     def _try(self, call: Call, batch: Any) -> None:
+        sharing = self._training.sharing
+        if sharing is not None and sharing.runs:  # the trial would go through the same layers
+            raise TargetError(
+                f"{self._name} gives a number that its first batch did not, or did not show the "
+                "kind of, and workers share states",
+                hint="log it from the first batch on; or solve without " + option("shard"),
+            )
         most = _MOST_AGAIN if self._num_tries else _MOST_SAMPLES
         self._num_tries += 1
         answers = self._training.exchanged(self._tried(call, batch, most))

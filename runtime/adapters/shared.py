@@ -206,6 +206,11 @@ class SharedModels:
         """Whether all workers meet in every pass."""
         return self.shard != "optimizer"
 
+    @property
+    def runs(self) -> bool:
+        """Whether a pass of training has begun that has not gone back."""
+        return any(model.runs for model in self._models)
+
     def of(self, module: nn.Module) -> SharedModel:
         """The shared model of a script's."""
         for known in self._models:

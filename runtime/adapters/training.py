@@ -38,7 +38,7 @@ from torch.optim.optimizer import (
 
 from ...devices.backend import Mark, backend_of
 from ...schema import files
-from ...schema.errors import TargetError
+from ...schema.errors import PeerLostError, TargetError
 from ...schema.options import option
 from ...schema.plan import Plan
 from .. import peers
@@ -1097,10 +1097,23 @@ class Training:
                 "with hf.prepare",
             )
         if session.num_steps:
-            meet_all(session, lambda wait: wait())  # workers do not change
+            self._meet_at_end()
             self.equalise_buffers()
             report(session, lambda: digest_of(final_tensors(self.models, self._parameters())))
         part(session)
+
+    def _meet_at_end(self) -> None:
+        try:
+            meet_all(self._session, lambda wait: wait())  # workers do not change
+        except PeerLostError as error:
+            if not error.timed_out:
+                raise
+            raise TargetError(
+                f"this worker's script has ended after {self._session.num_steps} steps, and "
+                "another worker's has not",
+                hint="let all workers leave a loop or a batch alike: sum over workers what "
+                "break and continue depend on",
+            ) from error
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """The models' parameters, under their own names where there is one model."""

@@ -164,7 +164,7 @@ def test_trl_and_peft_train_as_one_process(tmp_path: Path, plan_of: Plans) -> No
 @pytest.mark.processes
 def test_lightning_trains_and_logs_as_one_process(tmp_path: Path, plan_of: Plans) -> None:
     """A loop of Fabric's; a GAN in manual optimization; batch norm, metrics and callbacks."""
-    others = ("fabric.py", "lit_gan.py")
+    others = ("fabric.py", "lit_gan.py", "lit_average.py:late")
     alone(tmp_path, *scripts("one", *others, "lit_classifier.py:alone:norm"))
     # The classifier's last batch has two samples, so one of three workers has none.
     plan = plan_of([(1, 16), (1, 10), (1, 6)])
@@ -180,7 +180,7 @@ def test_lightning_trains_and_logs_as_one_process(tmp_path: Path, plan_of: Plans
     assert shown == shares
     # The same under a plan that shares states, where the script asks for FSDP.
     plan = shared(plan, "all", (3, 0, 7))
-    shares_states = ("fabric.py", "lit_classifier.py:again:norm:fsdp")
+    shares_states = ("fabric.py", "lit_average.py", "lit_classifier.py:again:norm:fsdp")
     code, stderr = launch(tmp_path, plan, *scripts("many", *shares_states))
     assert code == 0, stderr
     without_gan = json.loads((tmp_path / "one").read_text())
@@ -328,6 +328,36 @@ def test_a_script_that_goes_back_from_no_loss_is_refused(tmp_path: Path, plan_of
     assert code == 2
     assert "went back from no loss" in stderr
     assert "sums a number over workers that is not whole" in stderr
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_script_that_one_worker_leaves_early_is_refused(tmp_path: Path, plan_of: Plans) -> None:
+    (tmp_path / "leaving.py").write_text(LEAVING)
+    files.write(tmp_path / "plan.json", plan_of([(1, 16), (1, 14)]))
+    command = [*LAUNCH[:-1], "--timeout", "5", LAUNCH[-1], "leaving.py"]
+    done = programs.run(command, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "this worker's script has ended after 1 steps" in done.stderr
+
+
+LEAVING = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+rows = TensorDataset(torch.randn(90, 4, generator=torch.Generator().manual_seed(0)))
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for (x,) in DataLoader(rows, batch_size=15, sampler=DistributedSampler(rows)):
+    model(x).square().mean().backward()
+    optimizer.step()
+    if len(x) == 16:  # the first worker's share
+        break
+"""
 
 
 @pytest.mark.slow
