@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from .planning.checks.allocation_policies import Pool
     from .planning.checks.judges import Judge, judge
     from .planning.checks.schedule import validate
+    from .planning.schedules.assemble import parallel_pipelines
     from .planning.schedules.one_f_one_b import one_rank
-    from .planning.schedules.parallel import parallel_pipelines
     from .planning.schedules.registry import schedule
     from .schema.deployment import Deployment
     from .schema.jobs import Certificate, Entity
@@ -84,7 +84,7 @@ _NAMES = {
     ".devices.cpu": "cpu_device",
     ".formats.exporters.registry": "exporter",
     ".planning.schedules.one_f_one_b": "one_rank",
-    ".planning.schedules.parallel": "parallel_pipelines",
+    ".planning.schedules.assemble": "parallel_pipelines",
     ".planning.schedules.registry": "schedule",
     ".planning.checks.schedule": "validate",
 }

@@ -3,8 +3,7 @@
 from ...schema.errors import ProblemError
 from ...schema.schedule import Kind, PipelineShape, Schedule
 from . import closed_forms
-from .assemble import Slot
-from .parallel import parallel_pipelines
+from .assemble import Slot, parallel_pipelines
 from .registry import schedule
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from ...schema.errors import ProblemError
 from ...schema.schedule import Kind, PipelineShape, Schedule
-from .assemble import Slot
-from .parallel import Pipeline, parallel_pipelines
+from .assemble import Pipeline, Slot, parallel_pipelines
 from .registry import schedule
 
 

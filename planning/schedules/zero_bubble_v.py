@@ -13,8 +13,7 @@ from collections import deque
 
 from ...schema.errors import ProblemError
 from ...schema.schedule import Kind, PipelineShape, Schedule
-from .assemble import Pass, Slot
-from .parallel import parallel_pipelines
+from .assemble import Pass, Slot, parallel_pipelines
 from .registry import schedule
 
 _DOWN, _UP, _BACK_DOWN, _BACK_UP = range(4)
