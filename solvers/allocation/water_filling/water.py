@@ -288,6 +288,8 @@ def fill(instance: Instance, goal: WaterFilling) -> Outcome:
     tree = RowTree(goal.entities, goal.entity[first], goal.weight[first], merged.small.count)
     quick: Outcome | None = None
     error, loose = None, 0
+    # The first way that proves every level is the answer; else the one that leaves least unproved,
+    # as far as time allows.
     for way in _quick_ways(merged):
         try:
             found, left = _outcome(merged, way(tree))
@@ -350,6 +352,8 @@ def _rise(merged: MergedProgram, tree: RowTree, limits: LevelLimits[AnyCut]) -> 
     start: tuple[FractionProgram, Floats, Floats, Floats] | None = None
     while active.any():
         caps = limits.caps()
+        # Rows that reach their own best leave the path by themselves: only shared bottlenecks take
+        # programs.
         path = Path(tree, level, active, caps)
         time, cut, found, pairs, steps = _highest(limits, path)
         programs += steps
@@ -411,9 +415,12 @@ def _highest(
         if not refuted:
             if cut is not None or place == last:
                 break
+            # This can be had: look twice as many events ahead.
             low, place = time, min(2 * place, last)
             time = path.times[place]
             continue
+        # Newton's step from above: the prices refute every time after the one at which they are
+        # just paid.
         earlier = max(_binding(path, newer, time), low)
         if (had >= path.levels(earlier)).all() or steps >= MAX_STEPS:
             time, cut = earlier, newer
