@@ -1,7 +1,7 @@
 """``hetflow.launch``, ``hetflow.dry_run`` and ``hetflow.resize``."""
 
 import logging
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,24 +95,10 @@ def _lowered(request: LaunchingRequest, plan: Plan, folder: Path) -> "LaunchRequ
             if config.shard is None or copies > 1
             else f"leave it out, and give {option('checkpoint', 'DIR')}",
         )
-    return LaunchRequest(
-        plan=plan,
-        config=replace(config, redundancy=copies),
-        script=(str(request.script), *request.arguments),
-        folder=folder,
-        force=request.force,
-        stdout_to_stderr=request.stdout_to_stderr,
-        ends_process=request.ends_process,
-        rendezvous=request.rendezvous,
-        timeout_seconds=request.timeout_seconds,
-        checkpoint=None if request.checkpoint is None else Path(request.checkpoint),
-        checkpoint_every=request.checkpoint_every,
-        from_scratch=request.from_scratch,
-        compare_every=request.compare_every,
-        grace_seconds=request.grace_seconds,
-        on_failure=request.on_failure,
-        heartbeat_seconds=request.heartbeat_seconds,
-    )
+    asked = {field.name: getattr(request, field.name) for field in fields(request)}
+    asked |= {"plan": plan, "config": replace(config, redundancy=copies), "folder": folder}
+    asked["checkpoint"] = None if request.checkpoint is None else Path(request.checkpoint)
+    return LaunchRequest(**asked)
 
 
 @takes(ResizingRequest)

@@ -95,7 +95,7 @@ def plan_commands(request: LaunchRequest) -> list[WorkerCommand]:
     Raises:
         HetflowError: As ``launch``, before anything starts; but devices may be missing.
     """
-    check_script(request.script)
+    check_script(request.command)
     check_checkpoints(request)
     place = request.rendezvous
     meeting = MeetingPoint(
@@ -131,7 +131,7 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
             hosts did not meet.
         HetflowError: The script, the folder or the devices do not fit the plan.
     """
-    check_script(request.script)
+    check_script(request.command)
     check_checkpoints(request)
     check_folder(request.folder, force=request.force)
     if request.rendezvous is None:
@@ -328,7 +328,7 @@ def _record(
         status = "interrupted" if failure.interrupted else "failed"
         kind = "stop" if failure.interrupted else "failure"
         events = [RunEvent(kind=kind, at_seconds=seconds, detail=failure.sentence())]  # type: ignore[arg-type]
-    provenance: dict[str, Any] = {"script": mask(request.script), "seed": request.config.seed}
+    provenance: dict[str, Any] = {"script": mask(request.command), "seed": request.config.seed}
     return assemble(
         request.plan,
         reports,

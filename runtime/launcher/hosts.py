@@ -168,7 +168,7 @@ class SeveralHosts:
             plan=_digest(to_json(replace(self._config, seed=0, determinism="none")).encode()),
             seed=self._config.seed,
             determinism=self._config.determinism,
-            script=_digest(_script(self._request.script)),
+            script=_digest(_script(self._request.command)),
             policy=self._request.policy,
             devices=place.devices if place.devices is not None else inventory(self._config),
         )

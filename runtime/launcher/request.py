@@ -12,9 +12,10 @@ from pathlib import Path
 
 from ...schema.choices import OnFailure
 from ...schema.errors import FileError, LaunchError, TargetError
-from ...schema.launch import LaunchConfig, Rendezvous
+from ...schema.launch import LaunchConfig
 from ...schema.options import option
 from ...schema.plan import Plan
+from ...schema.requests.launch import LaunchingRequest
 from ..protocol.control import is_running
 
 RUNS_FOLDER = "hetflow-runs"
@@ -23,30 +24,18 @@ HANDOVER = "handover"  # a pipeline's parts while its plan changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchRequest:
-    """One launch: a plan, a script with its arguments, and where things go.
-
-    ``script`` is what stands after ``python`` on a command line: ``(file.py, args...)`` or
-    ``("-m", module, args...)``. ``ends_process`` says that the process ends with the launch: a
-    signal that comes after the launch's end is ignored.
-    """
+class LaunchRequest(LaunchingRequest):
+    """One launch: what was asked for, with the plan read and lowered, and the folder chosen."""
 
     plan: Plan
     config: LaunchConfig
-    script: tuple[str, ...]
     folder: Path
-    force: bool = False
-    stdout_to_stderr: bool = False
-    ends_process: bool = False
-    rendezvous: Rendezvous | None = None
-    timeout_seconds: float = 600.0
     checkpoint: Path | None = None
-    checkpoint_every: int = 0
-    from_scratch: bool = False
-    compare_every: int | None = None
-    grace_seconds: float = 30.0
-    on_failure: OnFailure | None = None
-    heartbeat_seconds: float = 30.0
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What stands after ``python``: ``(file.py, args...)`` or ``("-m", module, args...)``."""
+        return (str(self.script), *self.arguments)
 
     @property
     def handover_folder(self) -> Path | None:

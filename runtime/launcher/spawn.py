@@ -329,7 +329,7 @@ def commands_of(
                 name=name,
                 device_type=seat.slot.device_type,
                 # -P keeps the working directory off the path: no file there can pose as a module.
-                arguments=(sys.executable, "-P", "-m", "hetflow.runtime.worker", *request.script),
+                arguments=(sys.executable, "-P", "-m", "hetflow.runtime.worker", *request.command),
                 environment=settings,
             )
         )

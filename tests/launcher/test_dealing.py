@@ -138,7 +138,7 @@ def test_the_cause_is_no_echo_and_comes_first() -> None:
 
 def environments(config: LaunchConfig, seats: list[spawn.Seat]) -> list[dict[str, str]]:
     request = LaunchRequest(
-        plan=plan_of(("cpu", 1, 1)), config=config, script=("train.py",), folder=Path("run")
+        plan=plan_of(("cpu", 1, 1)), config=config, script="train.py", folder=Path("run")
     )
     meeting = MeetingPoint(address="localhost", port=1, interface=None)
     commands = commands_of(request, seats, meeting)

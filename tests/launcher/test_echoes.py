@@ -127,7 +127,7 @@ class Processes:
         self.inbox = Inbox(folder)
         self.told: list[str] = []
         request = LaunchRequest(
-            plan=plan_of(("V100", 2, 4)), config=config, script=("t.py",), folder=folder,
+            plan=plan_of(("V100", 2, 4)), config=config, script="t.py", folder=folder,
             checkpoint=checkpoint, on_failure="replace", **asked,  # type: ignore[arg-type]
         )  # fmt: skip
         launched = Launched(

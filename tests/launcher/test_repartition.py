@@ -277,7 +277,7 @@ class Processes:
         self.store: dict[str, str] = {"hetflow/0/training": "2"}
         self.told: list[str] = []
         request = LaunchRequest(
-            plan=plan, config=lower(plan), script=("t.py",), folder=folder,
+            plan=plan, config=lower(plan), script="t.py", folder=folder,
             checkpoint=folder / "saved", on_failure="replace" if restarts else "stop",
         )  # fmt: skip
         launched = Launched(
@@ -393,7 +393,7 @@ def test_newcomers_that_fail_before_or_after_their_turn_leave_the_plan_before(
 
 def test_a_pipeline_without_a_checkpoint_cannot_be_replaced(two_stages: Plan) -> None:
     asked = LaunchRequest(
-        plan=two_stages, config=lower(two_stages), script=("t.py",), folder=Path("r")
+        plan=two_stages, config=lower(two_stages), script="t.py", folder=Path("r")
     )
     assert asked.policy == "stop"
     assert replace(asked, checkpoint=Path("c")).policy == "replace"

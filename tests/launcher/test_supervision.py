@@ -29,7 +29,7 @@ SAVED = Path("saved")
 
 def asked(plan: Plan, **options: Any) -> LaunchRequest:
     return LaunchRequest(
-        plan=plan, config=lower(plan), script=("train.py",), folder=Path("run"), **options
+        plan=plan, config=lower(plan), script="train.py", folder=Path("run"), **options
     )
 
 
@@ -73,7 +73,7 @@ class Gpus:
         self.config = lower(plan_of(("V100", 2, 4)))
         self.commands: dict[str, WorkerCommand] = {}
         request = LaunchRequest(
-            plan=plan_of(("V100", 2, 4)), config=self.config, script=("t.py",), folder=folder
+            plan=plan_of(("V100", 2, 4)), config=self.config, script="t.py", folder=folder
         )
         meeting = MeetingPoint(address="127.0.0.1", port=1, interface="lo")
         self.starter = Starter(request, self, meeting, folder)  # type: ignore[arg-type]

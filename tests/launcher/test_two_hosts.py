@@ -91,7 +91,7 @@ def test_what_several_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
     place = Rendezvous.parse(2, 0, "127.0.0.1:29400", None)
     plan = plan_of([4, 4])
     asked = LaunchRequest(
-        plan=plan, config=lower(plan), script=("t.py",), folder=tmp_path, rendezvous=place
+        plan=plan, config=lower(plan), script="t.py", folder=tmp_path, rendezvous=place
     )
     assert asked.policy == "stop"
     assert replace(asked, checkpoint=tmp_path).policy == "replace"

@@ -44,7 +44,7 @@ def host(tmp_path: Path) -> Callable[..., SeveralHosts]:
         request = LaunchRequest(
             plan=PLAN,
             config=lower(PLAN),
-            script=(str(tmp_path / "script.py"),),
+            script=tmp_path / "script.py",
             folder=tmp_path / "run",
             rendezvous=at,
             timeout_seconds=seconds,
