@@ -49,9 +49,6 @@ def priced_pool(
 def read(path: Path | str) -> "Record":
     """Read any hetflow file; the file's ``schema`` key states its format.
 
-    Args:
-        path: The file.
-
     Returns:
         The record in the file.
 

@@ -202,10 +202,6 @@ _log = logging.getLogger("hetflow")
 def replay(request: ReplayRequest, state: Path) -> tuple[dict[str, Any], Simulation]:
     """Simulate the jobs of a live cluster, or of a Slurm cluster's log, and compare.
 
-    Args:
-        request: How.
-        state: Folder of the cluster's state.
-
     Returns:
         What happened beside what was simulated, as a JSON document; and the simulation.
 

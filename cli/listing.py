@@ -255,9 +255,6 @@ def config_path() -> Path:
 def config_values(commands: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of the config file, one a command, with keys as option names.
 
-    Args:
-        commands: The parser's commands by name.
-
     Returns:
         By command, values under the names of its parameters.
 

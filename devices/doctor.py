@@ -418,13 +418,7 @@ _LEAST_NAME = 3  # characters; shorter names would be found inside words
 def report(
     facts: Facts, findings: tuple[Finding, ...], suite: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The document.
-
-    Args:
-        facts: Of this machine.
-        findings: About them.
-        suite: As ``suite_results`` gives them; None where the suite did not run.
-    """
+    """The document."""
     document = {
         "schema": SCHEMA,
         "hetflow": version("hetflow"),

@@ -87,12 +87,6 @@ def estimate_target(
 ) -> tuple[Profile, ...]:
     """Estimate a target on devices of the table.
 
-    Args:
-        target: What to count.
-        specs: The devices.
-        options: How.
-        progress: Told what is being done now.
-
     Returns:
         One profile a device, in order.
 

@@ -38,15 +38,7 @@ _FAILED = "failed"
 def process_group(
     path: str, *, rank: int, world_size: int, backend: str, device: str
 ) -> Iterator["SharedStore"]:
-    """Join the other workers' process group, and leave it; gives the store they share.
-
-    Args:
-        path: The file of the store, of this meeting only.
-        rank: Of this worker.
-        world_size: Of all workers.
-        backend: The library for collectives.
-        device: A torch device.
-    """
+    """Join the other workers' process group, and leave it; gives the store they share."""
     import torch
     import torch.distributed as dist
 
@@ -62,13 +54,7 @@ def process_group(
 
 
 class StartingLine:
-    """Where processes that exchange nothing wait for each other: each leaves a file in a folder.
-
-    Args:
-        folder: Of this meeting only.
-        index: Of this process.
-        number: Of all processes.
-    """
+    """Where processes that exchange nothing wait for each other: each leaves a file in a folder."""
 
     def __init__(self, folder: str, index: int, number: int) -> None:
         self._folder, self._index, self._number = folder, index, number

@@ -55,13 +55,7 @@ class FoundCores:
 def find_cores(
     layered: "LayeredModel", parts: "list[StageModule]", arguments: Mapping[str, Any]
 ) -> FoundCores:
-    """Find the cores of a model.
-
-    Args:
-        layered: Its layers.
-        parts: One for each layer.
-        arguments: A call of the model, by input name.
-    """
+    """Find the cores of a model."""
     import torch
 
     from ..runtime.pipeline.cores import AttentionCores
@@ -187,13 +181,6 @@ def measure_piece(
 ) -> tuple[Row, Any]:
     """Time a layer and account for its memory.
 
-    Args:
-        bench: The workload on its device.
-        ledger: Who keeps what.
-        piece: The layer.
-        repeats: Timed passes.
-        empty: From ``measuring_seconds``; taken off.
-
     Returns:
         Medians and bytes as LayerNode names them (stashes stay in the ledger), and its answer.
     """
@@ -294,13 +281,6 @@ def traced_rows(
     repeats: int,
 ) -> tuple[list[Row], list[list[str]]]:
     """Measure the layers of a traced model in order, each from what those before it made.
-
-    Args:
-        bench: The workload on its device.
-        ledger: Who keeps what.
-        layered: The model's layers.
-        arguments: A call of the model, by input name.
-        repeats: Timed passes of each layer.
 
     Returns:
         Rows of the layers, and edges.

@@ -410,11 +410,6 @@ def _joined(calls: list[_Call]) -> list[tuple[int, int]]:
 def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str, Any]:
     """Profile the layers of a bench's model.
 
-    Args:
-        bench: The workload on its device.
-        microbatch_size: Samples of a microbatch.
-        repeats: Passes of each layer, after one warm-up.
-
     Returns:
         ``nodes`` and ``edges`` of a LayerGraph as plain data, and ``provenance``.
 

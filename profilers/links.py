@@ -162,11 +162,6 @@ def measure_sync(
 ) -> tuple[Sync | None, dict[str, Any]]:
     """Measure synchronisation between local devices of one type.
 
-    Args:
-        target: What the workers train.
-        request: The device type; emulated types synchronise as their base does.
-        options: How.
-
     Returns:
         The measurement, None where it was not possible, and its provenance: how, or why not.
     """
@@ -301,11 +296,6 @@ def measure_link_between(
     """Measure the link between local devices of two types, as ``measure_links`` does of one.
 
     The first type's device sends there, the second's back.
-
-    Args:
-        one: The first type.
-        other: The second type.
-        activation_bytes: As for ``measure_links``.
 
     Returns:
         The link, None where it could not be measured, and its provenance: how, or why not.

@@ -326,11 +326,6 @@ class Measurer:
     ) -> SizeResult | None:
         """Measure one batch size; None where it does not fit the device's memory.
 
-        Args:
-            batch_size: Samples of a pass.
-            policy: How often to repeat it.
-            activations: What becomes of those of repeated layers.
-
         Raises:
             TargetError: The workload is at fault, or gave no answer in time.
         """

@@ -119,12 +119,6 @@ def profile_target(
     is measured in processes that start as a launch's workers do; call from a thread that lives on
     meanwhile.
 
-    Args:
-        target: What to profile.
-        requests: On which device types.
-        options: How.
-        progress: Told what is being measured now.
-
     Returns:
         One profile a request, in order.
 

@@ -249,10 +249,6 @@ class Workload:
 def parse(text: str, arguments: Sequence[str] = ()) -> Target:
     """Read a target without running any of it.
 
-    Args:
-        text: The target.
-        arguments: A script's own arguments.
-
     Raises:
         TargetError: It has no known form, or names a file or zoo model that is not there; or it
             is no script and there are arguments.

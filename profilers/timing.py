@@ -91,11 +91,6 @@ def repeat(
 ) -> list[float]:
     """Call ``measure`` until its median is known well enough or the budget is spent.
 
-    Args:
-        measure: Does the work once and answers the seconds it took.
-        policy: When to stop.
-        clock: Wall seconds, for the budget.
-
     Returns:
         Every sample, in order.
     """

@@ -510,13 +510,7 @@ def forget(parameter: nn.Parameter) -> None:
 
 
 def fill(parameter: nn.Parameter, device: torch.device, *, computes: bool) -> None:
-    """Give a parameter that waits for its value memory on a device; others stay as they are.
-
-    Args:
-        parameter: The parameter.
-        device: The device.
-        computes: Whether to compute the value; else another worker will send it.
-    """
+    """Give a parameter that waits for its value memory on a device; others stay as they are."""
     waiting = _BLOCKS.waiting.pop(parameter, None)
     if waiting is None:
         return

@@ -71,10 +71,6 @@ class Arguments:
     def checked(self, args: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Check the arguments of a call. Those that are left at their defaults are right.
 
-        Args:
-            args: The positional arguments.
-            given: The arguments by name.
-
         Returns:
             The given arguments by name, with numbers and arrays of numpy replaced by Python's own.
             None counts as not given where the default says what is taken then.

@@ -71,11 +71,7 @@ class Behind:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def give(self, buffers: dict[str, Any]) -> State:
-        """This worker's state between two operations: a checkpoint's state, and the gradients.
-
-        Args:
-            buffers: All virtual nodes' buffers.
-        """
+        """This worker's state between two operations: a checkpoint's state, and the gradients."""
         state = self._state.with_buffers(buffers, self._progress.registered)
         gradients = self._state.gradients()
         return {"header": self._progress.header(), "state": state, "gradients": gradients}

@@ -26,10 +26,6 @@ class Mirror:
     one: the step's sums carry ``found``, ``grow`` adds what any worker found, and a second
     exchange sends their values before the step is agreed on.
 
-    Args:
-        buffers: This worker's buffers.
-        num_nodes: Virtual nodes of the job.
-
     Attributes:
         names: Names of the mirrored buffers, equal on every worker.
     """

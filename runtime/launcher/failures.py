@@ -20,27 +20,17 @@ TAIL_LINES = 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(FailureNote):
     """How one worker (or a whole launch, where ``rank`` is None) ended badly.
 
-    ``lost_peer`` says that the worker failed only because another was gone, ``timed_out`` that it
-    waited for it in vain; ``may_be_echo`` says that its own error may follow from such a loss;
     ``stages`` are those that a pipeline's worker holds; ``why`` is why the controller ended it,
     where it did; ``sentence_of_ours`` is the whole story, where it takes more than this worker's.
     """
 
-    exit_code: int
-    error: str
     rank: int | None = None
     device_type: str = ""
     host: str = ""
     log: str = ""
-    hint: str | None = None
-    traceback: str = ""
-    at_seconds: float = 0.0
-    lost_peer: bool = False
-    may_be_echo: bool = False
-    timed_out: bool = False
     interrupted: bool = False
     stages: tuple[int, ...] = ()
     why: str = ""
@@ -145,19 +135,13 @@ def failure_of(
             own = FailureNote(error=found.said, lost_peer=True, timed_out=found.timed_out)
     own = own or FailureNote()
     said = [line for line in tail_of(log).splitlines() if line.strip()]
+    error = own.error or (said[-1].strip()[:300] if said else "")
     return Failure(
-        exit_code=code,
-        error=own.error or (said[-1].strip()[:300] if said else ""),
+        **{**asdict(own), "exit_code": code, "error": error},
         rank=rank,
         device_type=device_type,
         host=socket.gethostname(),
         log=str(log),
-        hint=own.hint,
-        traceback=own.traceback,
-        at_seconds=own.at_seconds,
-        lost_peer=own.lost_peer,
-        may_be_echo=own.may_be_echo,
-        timed_out=own.timed_out,
         why=why,
     )
 

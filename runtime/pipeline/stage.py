@@ -97,12 +97,6 @@ def backward_input(
 ) -> tuple[Gradients, WeightHalf | None]:
     """Compute the inputs' gradients alone.
 
-    Args:
-        roots: Results to differentiate.
-        gradients: Of the results; None for a loss.
-        inputs: Leaves.
-        weights: Leaves of the second half.
-
     Returns:
         The inputs' gradients (None where no result depends on one), and the second half; None where
         no result depends on any input, so that the second half is the whole pass.

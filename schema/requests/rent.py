@@ -355,9 +355,6 @@ AnyRentRequest = _all_in_one()
 def question_of(asked: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
     """The record that a question is of, and its fields.
 
-    Args:
-        asked: What was given of ``AnyRentRequest``.
-
     Raises:
         ProblemError: Something that this question needs is missing, or it does not read something.
     """
