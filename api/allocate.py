@@ -16,7 +16,7 @@ from ..schema.jobs import Allocation, MixThroughput, ModelThroughput, Throughput
 from ..schema.options import option
 from ..schema.problem import Problem
 from ..schema.profile import Profile
-from ..schema.requests.allocate import AllocateRequest, ThroughputsRequest
+from ..schema.requests.simulate import AllocateRequest, ThroughputsRequest
 from ..schema.spelling import did_you_mean
 from .calls import takes
 from .files import jobs_of, priced_pool, throughputs_of

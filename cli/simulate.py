@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ..schema.errors import ProblemError
-from ..schema.requests.allocate import AllocateRequest, ThroughputsRequest
-from ..schema.requests.simulate import SweepCommandRequest
+from ..schema.requests.simulate import AllocateRequest, SweepCommandRequest, ThroughputsRequest
 from .asking import Asked, asks
 from .common import (
     ForceFlag,

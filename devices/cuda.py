@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schema.device_naming import GpuFacts, device_type_names
+from ..schema.cluster import GpuFacts, device_type_names
 from .backend import AcceleratorBackend, LocalDevice, device_backend
 
 if TYPE_CHECKING:

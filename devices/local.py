@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..schema.device_naming import is_former_name
+from ..schema.cluster import is_former_name
 from ..schema.errors import ProblemError
 from ..schema.options import option
 from ..schema.spelling import nearest

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schema import files
-from ..schema.cluster import Cluster, is_listing
-from ..schema.device_naming import is_former_name
+from ..schema.cluster import Cluster, is_former_name, is_listing
 from ..schema.errors import ProblemError
 from ..schema.options import option
 from ..schema.profile import Profile

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..runtime.group import Place
     from ..runtime.job import Job
     from ..runtime.peers import SharedStore
-    from .samples import SampleSource
+    from .bench import SampleSource
 
 _MOST_EXTRA_SECONDS = 60.0
 

@@ -28,11 +28,10 @@ from .digest import digest_of
 from .engine import LossFunction, Step
 from .gradients import GradientReducer, ScriptHooks
 from .group import Place
-from .optimizers import state_of
 from .outputs import OutputsOfBatch, in_order, message_of
 from .promise.promise import Promise
 from .session import Session
-from .setup import final_tensors
+from .setup import final_tensors, state_of
 from .sharding.leaves import NodeOrder
 from .sharding.moving import kept_of, move, shares_of
 from .sharding.saving import SharedState

@@ -28,19 +28,21 @@ from .group import Place, join
 from .initial_values import settle
 from .job import Alone, Job
 from .log import log, speak
-from .optimizers import Given, optimizers_of, warning_of
 from .promise.promise import Promise
 from .protocol.environment import read_environment
 from .protocol.lower import check_pipeline_level
 from .session import Session
 from .setup import (
+    Given,
     broadcast_buffers,
     broadcast_state,
     check_batch_norms,
     check_model,
     keep_freed_memory,
     named_parameters,
+    optimizers_of,
     place_model,
+    warning_of,
 )
 from .split_engine import SplitEngine
 

@@ -33,7 +33,7 @@ from ..schema.errors import TargetError
 from . import peers
 from .gradients import GradientReducer
 from .group import Place
-from .optimizers import skip_overflow
+from .setup import skip_overflow
 from .sharding.states import SharedStates
 
 # What the script's function may return: a mean loss, or a mean loss with a stated weight.

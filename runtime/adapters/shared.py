@@ -23,8 +23,8 @@ from .. import peers
 from ..agreement.agreement import CompareSchedule
 from ..checkpoints.checkpoint import copy_to_host
 from ..group import Place
-from ..optimizers import is_elementwise
 from ..session import Session
+from ..setup import is_elementwise
 from ..sharding.states import SharedStates
 from .losses import Losses
 

@@ -51,11 +51,10 @@ from ..group import Place, gathered, join, make_group_of_one
 from ..log import log, speak
 from ..measurements import StepClock
 from ..nested_tensors import tensors_in
-from ..optimizers import skip_overflow
 from ..promise.promise import chain
 from ..protocol.environment import PLAN, Start, read_environment
 from ..session import Session
-from ..setup import final_tensors, keep_freed_memory
+from ..setup import final_tensors, keep_freed_memory, skip_overflow
 from ..virtual_nodes import batch_sizes_of, holders_of, share_out, slices
 from .losses import Losses
 from .shared import SharedModels

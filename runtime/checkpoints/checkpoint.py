@@ -225,7 +225,7 @@ def _check_buffers(header: dict[str, Any], buffers: Any) -> None:
 
 
 def _check_optimizers(saved: Any) -> None:
-    """Check optimizers in the form of optimizers.py: none is null, one a state, several a list."""
+    """Check optimizers in the form of setup.py: none is null, one a state, several a list."""
     if not isinstance(saved, list):
         if saved is not None:
             _check_optimizer(saved, "state.optimizer")

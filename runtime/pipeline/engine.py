@@ -30,9 +30,8 @@ from ..initial_values import fill
 from ..protocol.lower import microbatches_of, schedule_of
 from ..session import Session
 from ..setup import check_same_shapes, final_tensors
-from ..tensor.groups import Lanes
 from ..tensor.regions import check_attention
-from ..tensor.roles import SharedParts, check_degree, check_pairs, check_shared, sharing_of
+from ..tensor.roles import Lanes, SharedParts, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
 from ..totals import Weighted
 from .channels import Message

@@ -28,7 +28,7 @@ from ..group import Place
 from ..initial_values import fill, forget, initial_value
 from ..log import log
 from ..setup import move_optimizer_state
-from ..tensor.groups import Lanes
+from ..tensor.roles import Lanes
 from .cut import StageModule
 
 PIECE_BYTES = 25 << 20

@@ -11,8 +11,8 @@ from ...schema.errors import TargetError
 from ..buffers import VirtualNodeBuffers
 from ..checkpoints.checkpoint import copy_to_host, shapes_of
 from ..checkpoints.restoring import load_optimizers
-from ..optimizers import state_of
 from ..session import Session
+from ..setup import state_of
 from ..totals import StepTotals
 from .states import SharedStates
 

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from ...schema.errors import TargetError
 from ...schema.options import option
 from ..invariant import Subtree
-from ..optimizers import is_elementwise
 from ..repeated_layers import when_back, when_going_back
+from ..setup import is_elementwise
 from .flats import Flat
 
 

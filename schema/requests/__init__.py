@@ -6,7 +6,7 @@ from importlib import import_module
 
 from ..options import asked_of
 
-_ROOMS = ("solve", "allocate", "rent", "simulate", "launch", "profile", "files", "cluster")
+_ROOMS = ("solve", "simulate", "rent", "launch", "profile", "files", "cluster")
 
 
 def flag_of(name: str, value: str | bool | None = None, first: type | None = None) -> str:

@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from ..options import Option
-from .allocate import POLICIES, POOL
+from .simulate import POLICIES, POOL
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,9 +4,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from ..options import Option
-from .allocate import AT, MARKET
 from .cluster import RATES
 from .launch import CHECKPOINT_EVERY
+from .simulate import AT, MARKET
 
 if TYPE_CHECKING:
     from pathlib import Path

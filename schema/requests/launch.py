@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ..choices import OnFailure
 from ..options import Option
-from .allocate import POOL
+from .simulate import POOL
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..choices import AnyObjective, AnyShard, CostModelName, Method, Placement, StageCost, Strategy
 from ..options import Option
 from ..schedule import DEFAULT_SCHEDULE
-from .allocate import AT, MARKET, POOL
+from .simulate import AT, MARKET, POOL
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,6 @@ from hetflow.profilers.zoo.models import GPT
 from hetflow.runtime.checkpoints.saving import OpenedFolders
 from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
 from hetflow.runtime.pipeline import replica_sums
-from hetflow.runtime.tensor.groups import ParameterCut
 from hetflow.runtime.tensor.operators import (
     TensorGroup,
     column_linear,
@@ -30,6 +29,7 @@ from hetflow.runtime.tensor.operators import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
+from hetflow.runtime.tensor.roles import ParameterCut
 from hetflow.schema.errors import HetflowError
 
 GLOBAL_BATCH_SIZE, NUM_SAMPLES, EPOCHS, VOCABULARY, TOKENS = 8, 20, 2, 18, 6

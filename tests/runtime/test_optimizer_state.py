@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from hetflow.runtime.optimizers import state_ratio, warning_of
+from hetflow.runtime.setup import state_ratio, warning_of
 from hetflow.schema.optimizer import OptimizerState, named_optimizer
 
 

@@ -14,7 +14,7 @@ from hetflow.runtime.pipeline import replica_sums
 from hetflow.runtime.pipeline.ownership import Ownership
 from hetflow.runtime.pipeline.replica_sums import Hook, ReplicaSums
 from hetflow.runtime.protocol.environment import Start
-from hetflow.runtime.tensor.groups import Lanes, ParameterCut
+from hetflow.runtime.tensor.roles import Lanes, ParameterCut
 from hetflow.schema.errors import TargetError
 from hetflow.schema.schedule import Kind, Operation
 

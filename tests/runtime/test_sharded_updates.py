@@ -20,7 +20,7 @@ from hetflow.runtime.pipeline import optimizer as pipeline_optimizer
 from hetflow.runtime.pipeline.optimizer import OwnShare, ShardedUpdates, check_shardable, keepers_of
 from hetflow.runtime.pipeline.ownership import Ownership
 from hetflow.runtime.protocol.environment import Start
-from hetflow.runtime.tensor.groups import Lanes, ParameterCut
+from hetflow.runtime.tensor.roles import Lanes, ParameterCut
 from hetflow.schema.errors import TargetError
 from hetflow.tests.profiles import examples
 

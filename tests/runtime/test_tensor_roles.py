@@ -10,9 +10,8 @@ from hetflow.runtime import tensor_parallel
 from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline.norms import NORMS, Columns, NormOnly, PartGradient, ToldNorms
 from hetflow.runtime.protocol.environment import Start
-from hetflow.runtime.tensor.groups import Lanes, ParameterCut
 from hetflow.runtime.tensor.operators import bounds
-from hetflow.runtime.tensor.roles import SharedParts, check_degree, sharing_of
+from hetflow.runtime.tensor.roles import Lanes, ParameterCut, SharedParts, check_degree, sharing_of
 from hetflow.schema.errors import TargetError
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hetflow.schema.cluster import Cluster
-from hetflow.schema.device_naming import (
+from hetflow.schema.cluster import (
+    Cluster,
     GpuFacts,
     device_type_name,
     device_type_names,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.planning.costs.device_table import spec_of
-from hetflow.schema.device_naming import device_type_name
+from hetflow.schema.cluster import device_type_name
 from hetflow.testing.fakecuda.build import CannotBuild, check_build
 from hetflow.testing.fakecuda.cards import CARDS, GIB, machine, visible
 
