@@ -124,6 +124,8 @@ class ScriptHooks:
                 "function before optimizer.step()",
             )
         made = next(iter(self._found()), None)
+        # A hook that the function makes is new in every pass; after ten steps it would run ten
+        # times.
         if made is not None:
             raise TargetError(
                 f"the loss function puts the hook {_name_of(made.hook)} on {made.name}: it would "
@@ -344,6 +346,8 @@ _kind = attrgetter("requires_grad", "dtype", "device", "shape")
 
 def view_like(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
     """The part of ``flat`` for one parameter, in the parameter's memory format."""
+    # In the parameter's own memory format: else each gradient is transposed on its way, and
+    # optimizers leave their fast path, which asks for equal strides.
     part = flat[offset : offset + parameter.numel()]
     dense = any(
         parameter.dim() == dims and parameter.is_contiguous(memory_format=layout)
@@ -427,6 +431,8 @@ class FlatBuffers:
         self.sums: Tensor | None = None
         self.first_with_sums = -1
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        # By kind, and the same on every worker: buckets are matched between workers by their order
+        # alone, and no order of arrival may enter it.
         for index in reversed(range(len(parameters))):
             parameter = parameters[index]
             if parameter.requires_grad:
@@ -763,6 +769,8 @@ class GradientReducer:
         if not self._awaited:
             return
         with torch.no_grad():
+            # What no pass of this worker reached is zero here, but may have a gradient elsewhere:
+            # the view is summed with the rest, and holds what the step before left in it.
             torch._foreach_zero_([views[index] for index in self._awaited])
         for index in self._awaited:
             self._parameters[index].grad = views[index]
@@ -772,18 +780,24 @@ class GradientReducer:
         """Start the sums of the next buckets whose gradients have come."""
         buckets = self._buffers.buckets
         limit = len(buckets) - int(self._defers_last)
+        # Never out of order, though a later bucket may be complete: workers whose gradients come in
+        # another order would meet in unlike collectives.
         while self.num_launched < limit and buckets[self.num_launched].is_ready:
             self._launch_next()
 
     def _launch_next(self) -> None:
         self._firsts.write()
         bucket, sums = self._buffers.buckets[self.num_launched], self.sums
+        # Before the sum, not after it: the factor is this worker's own, and in the sum its part can
+        # no longer be told apart.
         if self._factor is not None:
             held = self._invariant.held(*bucket.place) if self._invariant is not None else []
             with torch.no_grad():
                 torch._foreach_mul_([bucket.flat, *held], self._factor)
         if sums is not None and self.num_launched == self._buffers.first_with_sums:
             assert self._write_sums is not None
+            # The loss and its weight travel in the padding of the last bucket: a collective of its
+            # own would cost a latency in every step. By then the losses of all passes are known.
             self._write_sums(sums)
             self._write_sums = None
         self.num_launched += 1

@@ -109,6 +109,8 @@ def root_of(parts: Sequence[tuple[Subtree, Tensor]], num_leaves: int, out: Tenso
     for tree, value in sorted(parts, key=lambda part: part[0].start):
         while stack and tree.completes(stack[-1][0]):
             left = stack.pop()[1]
+            # Always left + right, and into whichever buffer may be overwritten. IEEE addition
+            # commutes, so the place of the sum does not matter, and its order is the tree's.
             into = value if value is out else left
             torch.add(left, value, out=into)
             tree, value = tree.parent(num_leaves), into
@@ -171,11 +173,15 @@ class Messages:
         rows = [tree.view(size, -1) for tree in trees]
         self._parts = list(zip(names[rank], (row[rank] for row in rows), strict=True))
         self._own = self._parts[-1][1]
+        # All receives are posted before the first send: gloo moves a message only once its receive
+        # is posted, so these can flow at once.
         free = iter(room)
         self._coming, self._works = [], []
         for worker, held in enumerate(names):
             if worker != rank:
                 for name in held:
+                    # In order of workers here, and in order of leaves in ``root_of``: the order in
+                    # which messages arrive decides nothing.
                     self._parts.append((name, next(free)))
                     self._coming.append(self._receive(self._parts[-1][1], worker, tag))
         for worker in self._others():
@@ -229,6 +235,8 @@ class Collectives:
         size, self._bucket = len(names), trees[-1]
         length = self._bucket.numel() // size
         rows = [tree.view(size, length) for tree in trees]
+        # An all-to-all sends each worker one stretch of memory, and a slice's subtrees lie in
+        # several buffers; they are brought side by side first.
         sent = self._bucket if len(rows) == 1 else torch.stack(rows, dim=1).reshape(-1)
         sent = sent.to(wire_device(sent.device, group))  # gloo exchanges tensors in host memory
         lengths = [len(held) * length for held in names]
@@ -347,6 +355,8 @@ class InvariantSum:
 
     def enter(self, node: int) -> None:
         """Prepare the gradient buffer for a virtual node's pass."""
+        # A virtual node without samples has its turn all the same, with a gradient of zeros:
+        # without it, the next one's sum would enter the tree at another leaf.
         while self._turns[self._at].node != node:
             self._skip()
         self._enter()
@@ -388,6 +398,8 @@ class InvariantSum:
         with torch.no_grad():
             bucket = self._flats[flat_index][start:end]
             kept = self._depth - self._turns[-1].num_merges
+            # The last pass's merges are made bucket by bucket, while the backward pass still runs.
+            # From the nearest spare to the farthest, as ``leave`` does.
             for depth in reversed(range(kept, self._depth)):
                 bucket.add_(self._spares[depth][flat_index][start:end])
             if self._num_workers > 1:
@@ -402,6 +414,8 @@ class InvariantSum:
     def _exchange(self, trees: list[Tensor]) -> Exchange:
         real = [torch.view_as_real(t).reshape(-1) if t.is_complex() else t for t in trees]
         bucket, group = real[-1], self._group
+        # Other types may be rounded more than once on their way through a library's all-reduce, and
+        # would not have the bits of one worker that adds by itself.
         if self._has_two_trees and bucket.dtype in _ROUNDED_ONCE:
             return TwoTrees(bucket, group)
         if not backend_of(bucket.device).is_host or is_on_devices(group):
@@ -413,6 +427,8 @@ class InvariantSum:
         """Receive buffers for this worker's slice of each subtree; later buckets reuse them."""
         others = sum(len(held) for held in self._trees) - num_own
         length = len(bucket) // self._num_workers
+        # As many rooms as buckets are in flight: ``launch`` has summed the bucket that used this
+        # one before.
         at = len(self._exchanges) % MAX_IN_FLIGHT, bucket.dtype
         if at not in self._rooms or len(self._rooms[at]) < others * length:
             self._rooms[at] = bucket.new_empty(others * length)

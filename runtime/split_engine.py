@@ -283,6 +283,7 @@ class SplitEngine:
             yield
             self.buffers.save(item.virtual_node)
         number = item.num_samples if counts else 0
+        # After the emulated device has held the pass: its time is what a plan predicts.
         session.clock.end_pass(began, num_samples=number, is_full=item.is_full)
 
     def _call(self, step: Step, item: Pass, inputs: Any) -> Any:
@@ -292,6 +293,8 @@ class SplitEngine:
 
     def _seed(self, step: Step, item: Pass) -> None:
         session = self._session
+        # By step and virtual node, never by worker: dropout draws the same masks wherever the node
+        # runs. A second round of one step draws others.
         again = ("round", step.round) if step.round else ()
         seed_streams(session.seed, "pass", session.num_steps, item.virtual_node, *again)
 

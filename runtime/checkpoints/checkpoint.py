@@ -339,6 +339,8 @@ def encode(
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
+        # Copied here, in the caller's thread: the script goes on to change the tensor while another
+        # thread writes it.
         tensors.append(copy(value))
         return {"tensor": len(tensors) - 1}
     if isinstance(value, np.generic):
@@ -465,6 +467,10 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
         for left in final.parent.glob(f".making-{final.name}*"):
             discard(left)
         making.mkdir()
+        # The order is the commit: tensors, then the manifest that has their checksum, both flushed;
+        # then the folder is flushed, and only then gets its name. So a name is never there without
+        # its content, whenever the power fails. In another order a reader could find a manifest of
+        # unwritten tensors.
         entries, digest, size = _write_tensors(making / "tensors.bin", tensors)
         body = {"schema": FORMAT, "header": header, "state": encoded, "tensors": entries}
         body |= {"tensors_sha256": digest, "tensors_bytes": size}
@@ -474,11 +480,15 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
             stream.flush()
             os.fsync(stream.fileno())
         flush(making)
+        # A checkpoint of this name is left by a run that was set back to an earlier step. It goes
+        # before the rename, which cannot replace a folder that is not empty; older checkpoints
+        # cover the gap.
         if final.is_symlink():
             final.unlink()
         elif final.exists():
             shutil.rmtree(final)
         making.rename(final)
+        # The name itself is lost with the power unless the folder above it is flushed too.
         flush(final.parent)
     except OSError as error:
         shutil.rmtree(making, ignore_errors=True)
@@ -497,6 +507,7 @@ def read(path: Path) -> Checkpoint:
         FileError: A later hetflow wrote it.
     """
     body = read_manifest(path)
+    # A bytearray, because tensors are views of it: torch warns of memory that it may not write.
     data = bytearray(_content(path / "tensors.bin"))
     if len(data) != body["tensors_bytes"]:
         raise BrokenCheckpoint(f"tensors.bin has {len(data)} of {body['tensors_bytes']} bytes")
@@ -601,6 +612,7 @@ def set_aside(folder: Path) -> Path | None:
     if not old:
         return None
     try:
+        # Moved, not removed: who asks for a start from scratch by mistake loses nothing.
         number = next(n for n in count(1) if not (folder / f"before-{n}").exists())
         aside = folder / f"before-{number}"
         aside.mkdir()

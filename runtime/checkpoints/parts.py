@@ -87,10 +87,14 @@ def write(
         FileError: The disk is full, or the folder cannot be written.
     """
     whole = folder / checkpoint.name_of(header["step"])
+    # No worker waits for another here: a part is whole by itself, so a slow disk on one host stops
+    # no other. Whoever finds all parts there says so; two may, and the file is the same.
     own = _set_of(whole, header["num_parts"])
     checkpoint.write_folder(own[header["part"]], header, encoded, tensors)
     try:
         checkpoint.flush(folder)
+        # Only now is it safe to remove the parts of another run: until all of this run are there,
+        # those may be the only checkpoint of this step that anybody can read.
         if _is_of_one_run(own):
             for total, numbers in _numbers(whole).items():
                 for number in numbers if total != len(own) else ():
@@ -111,6 +115,7 @@ def is_complete(path: Path) -> bool:
     """Whether a checkpoint has all parts of one run; only their headers are read."""
     try:
         parts = _parts_of(path)
+        # A checkpoint that is whole (a split wrote it) has a manifest of its own and no parts.
         if not parts:
             checkpoint.read_manifest(path)
     except (BrokenCheckpoint, FileError):
@@ -162,6 +167,7 @@ def _parts_of(path: Path) -> list[Path]:
     numbers = _numbers(path)
     complete = [_set_of(path, total) for total in numbers if len(numbers[total]) == total]
     if complete:
+        # A set is as new as its last part: that is when it became complete.
         times = [max(map(_written, parts)) for parts in complete]
         if times.count(max(times)) > 1:
             totals = " and of ".join(str(len(parts)) for parts in sorted(complete, key=len))
@@ -169,6 +175,8 @@ def _parts_of(path: Path) -> list[Path]:
         return complete[times.index(max(times))]
     if not numbers:
         return []
+    # The file ``complete`` decides what is missing: with it, a part has been lost since, and the
+    # user is told; without it, the writers died, and the checkpoint before is the last good one.
     total, there = max(numbers.items())
     missing = next(number for number in range(total) if number not in there)
     kind = BrokenCheckpoint if (path / COMPLETE).exists() else IncompleteCheckpoint
@@ -217,6 +225,9 @@ def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
     state: dict[str, Any] = {}
     for part in _parts_of(path):
         try:
+            # One part at a time: together they are the whole model, for which a worker of a
+            # pipeline need not have the memory. What is wanted of a part is copied, so that the
+            # rest is freed.
             found = checkpoint.read(part)
             check_part_header(part, found.header)
             check_part(part, found.header, found.state)
@@ -226,6 +237,8 @@ def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
         registered.append(found.state.pop("registered"))
         _merge(state, found, wanted)
     _check_one_run(headers)
+    # The headers list every parameter of the model, so a name that no part holds shows damage that
+    # no checksum of a part can show.
     for name in wanted.parameters if wanted else headers[0]["parameters"]:
         if name in headers[0]["parameters"] and name not in state["parameters"]:
             raise BrokenCheckpoint(f"no part holds state.parameters.{name}")
@@ -266,6 +279,8 @@ def _part_registered(path: Path, headers: list[dict[str, Any]], wanted: Wanted |
     """Choose the part whose registered objects to take; any, where all are equal."""
     if len({header["registered_sha256"] for header in headers}) == 1:
         return 0
+    # Where workers registered unlike values (each an average of its own parameters, say), nobody
+    # can tell how to join them. With the same stages on the same ranks each takes its own back.
     is_as_it_was = wanted is not None and headers[0]["stages"] == wanted.stages
     if wanted is not None and is_as_it_was and wanted.part < len(headers):
         return wanted.part

@@ -147,6 +147,8 @@ class Checkpoints:
         if place.rank == 0:
             return self._choose()
         assert place.store is not None
+        # One worker chooses for all: if each looked by itself, a slow shared disk could show one
+        # worker a newer checkpoint than another, and they would go on from unlike steps.
         name = place.store.get(FOUND)
         if name == _NONE:
             return None
@@ -191,6 +193,8 @@ class Checkpoints:
             going_on = f"going on from {found.path.name}" if found else "starting at step 0"
             state = "was never complete" if path not in lost else "is broken"
             self._say(f"warning: {path} {state} ({error}); {going_on}")
+        # Remembered, so that a broken checkpoint does not count as one of those that are kept: else
+        # broken ones would push out the last that is good.
         self._broken = set(broken)
         return found
 
@@ -219,6 +223,8 @@ class Checkpoints:
         """Save and leave. At level ``static``, do not drain where an unstopped run would not."""
         session, folder = self._session, self._folder
         if self._told is not None and session.is_main:
+            # When training paused. Only on one host does a plan change, so the launcher has the
+            # same clock.
             self._told.set(handover.STOPPED_AT, str(time.monotonic()))
         if session.place.start.determinism == "none" or self._engine.is_drained:
             self.save(wait=True)
@@ -240,8 +246,11 @@ class Checkpoints:
             TargetError: A registered object cannot be saved.
             FileError: It could not be written, and ``wait`` is set.
         """
+        # First drained and compared, then captured. A pipeline in flight would be saved between two
+        # versions; and a state on which workers disagree must not replace a good checkpoint.
         self._engine.drain()
         self._agreement.compare(self._session.num_steps)
+        # On every worker, also where another one writes: the shares of states are gathered here.
         state = self._engine.state.capture(self._progress.registered, self._runner.meet)
         if state is None:  # another worker writes it
             self._settle()
@@ -251,8 +260,12 @@ class Checkpoints:
         tensors: list[Tensor] = []
         copies = HostCopies()
         encoded = checkpoint.encode(state, tensors, copy=copies.take)
+        # The writer before is waited for only after this state was copied. Two at once would share
+        # the disk, and checkpoints would come in another order than their steps.
         copies.close()
         self._settle()
+        # A thread suffices: writing and hashing let go of the interpreter's lock. The launch's
+        # fence (launcher/request.py) covers it too, because it is this process that holds it.
         work = threading.Thread(target=self._write, args=(header, encoded, tensors, copies))
         self._writing = work
         work.start()
@@ -266,6 +279,8 @@ class Checkpoints:
         self._tell_training()
         if not self.is_asked_for:
             return
+        # A script that was started again after its last epoch has no step left, but may have
+        # changed the model on its way (an evaluation, a warm-up). What was saved is its result.
         found = self._progress.found
         if found is not None:
             self._end_as_saved(found)

@@ -175,9 +175,13 @@ def _train(
             preload=preload,
             fence=fence,
         )
+        # From here on every way out goes through ``train``, which ends the workers. Nothing above
+        # starts a worker.
         run = _Run(request, supervision, workers, fence, signals, warn)
         failure, supervisor = run.train()
         reports: list[WorkerReport] = []
+        # The store goes with ``leave``, so reports are read before. Only a training that came to
+        # its end is waited for: a worker that died has written none.
         if hosts.is_first and (failure is None or failure.interrupted):
             last = LastGeneration(world_size=request.config.world_size)
             last = supervisor.last if supervisor is not None else last
@@ -225,9 +229,14 @@ class _Run:
                 hosts.leave()
                 raise
             if failure is not None:
+                # First told, then stopped: the others end for the cause that is told here. If
+                # workers were stopped first, their ends would be seen elsewhere as failures of
+                # their own.
                 failure = hosts.tell_failure(failure)
                 if failure.interrupted:
                     workers.let_report(self._signals)
+                # Only after Ctrl-C do scripts handle a KeyboardInterrupt, as under plain python;
+                # SIGTERM ends them, after a checkpoint where there is a folder (``_stop``).
                 if failure.exit_code == 128 + signal.SIGINT and failure.interrupted:
                     workers.interrupt(self._signals, self._request.grace_seconds, self._warn)
             workers.stop(self._signals)
@@ -236,6 +245,9 @@ class _Run:
     def _start(self, opened: ExitStack) -> Supervisor:
         """Meet the other hosts and start this one's workers; ``opened`` closes the inbox."""
         request, hosts = self._request, self._hosts
+        # The order matters: the fence comes before anything is read from the folder of checkpoints;
+        # hosts meet before devices are taken, as they decide the slots; all that can be refused is
+        # refused before the first file of an earlier run is removed (``make_folder``).
         self._fence.close_behind(request.timeout_seconds, self._watch, self._warn)
         slots, meeting = hosts.join(self._watch)
         seats = seat_workers(slots, request.config)
@@ -249,6 +261,8 @@ class _Run:
         inbox = Inbox(request.folder)
         opened.callback(inbox.close)
         starter = Starter(request, self._workers, meeting, inbox.folder)
+        # The store is made by a thread while workers start: importing torch takes a second, and
+        # workers need the store only when they have imported it too.
         hosts.starting()
         starter.first(seats, self._watch)
         launched = Launched(
@@ -281,6 +295,7 @@ class _Run:
 
     def _see_through(self, supervisor: Supervisor) -> Failure | None:
         while not self._workers.all_done():
+            # Signals come before failures: workers that were told to leave look like failed ones.
             number = self._signals.received or self._hosts.stop_elsewhere()
             if self._workers.have_ended():
                 self._watch_end()
@@ -305,6 +320,8 @@ class _Run:
         if number == signal.SIGTERM and request.checkpoint is not None:
             if signals.received is not None:
                 self._hosts.tell_stop(number)
+            # The other hosts hear of it first. All workers stop after one step together, and a host
+            # that was not told would take their leaving for a failure.
             count, until = signals.count, time.monotonic() + request.grace_seconds
             self._workers.let_save(signals, request.grace_seconds)
             if self._workers.have_ended():

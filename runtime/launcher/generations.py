@@ -194,9 +194,12 @@ class Generations(Supervisor):
     def _hear(self, name: str, message: FromWorker) -> None:
         change = self._change
         match message:
+            # One of a generation that was broken off meanwhile matches no case, and is dropped.
             case Joined(generation=self._highest):
                 self._joined.add(name)
                 self._pauses.append(message.pause_seconds)
+                # All workers of the new mapping have to come, leaving ones do not: they may be gone
+                # by then.
                 switching = change is not None and self._phase == "switching"
                 if self._joined >= (change.ranks if change and switching else self._ranks).keys():
                     self._all_joined()
@@ -259,6 +262,8 @@ class Generations(Supervisor):
         leaving = tuple(name for name in self._ranks if name not in ranks)
         stay = [name for name in ranks if name in self._ranks]
         before = [self.config.workers[self._ranks[name]] for name in stay]
+        # Workers stay only where they can: a worker whose share of the states or whose way of
+        # keeping activations changes is told so, even if its virtual nodes are the same.
         same = all(
             (slot.virtual_nodes, slot.state_share_bytes, slot.activations)
             == (now.virtual_nodes, now.state_share_bytes, now.activations)
@@ -279,6 +284,8 @@ class Generations(Supervisor):
             detail=detail,
             kind=kind,
         )
+        # The joining workers start and import while the job trains. Only when all are ready are the
+        # others told, so training pauses for the exchange of states alone.
         self._starter.join(config, change.number, ranks, joining, self.restarted_at)
         self._change, self._phase = change, "changing"
         if not joining:
@@ -291,6 +298,9 @@ class Generations(Supervisor):
         stays, the first one meets the joining workers once, and leaves; where workers share states,
         all who leave do.
         """
+        # The point of no return: until here a change can be given up, and no running worker has
+        # heard of it. From here on a failure breaks the generation off, because some workers may
+        # have changed already.
         self._highest = change.number
         self._phase, self._joined, self._pauses = "switching", set(), []
         change.start_seconds = time.monotonic() - change.began if change.joining else None
@@ -301,6 +311,7 @@ class Generations(Supervisor):
             generation=change.number,
             config=change.config,
             ranks=change.ranks,
+            # In turn, so that no giver's link carries the state more often than it must.
             donors={name: givers[n % len(givers)] for n, name in enumerate(change.joining)},
             guests=change.leaving if shares else () if staying else tuple(givers),
         )
@@ -363,6 +374,8 @@ class Generations(Supervisor):
         if self._change is not None:
             self._watch.look(self._change.joining)
         if self._phase == "breaking":  # who is held by the broken exchange: all may, and wait alike
+            # Heartbeats come from a thread, so a worker that hangs in a broken exchange still
+            # beats. While a generation is broken off the limit is on coming out of it.
             limit, lines = self._launched.limits.progress_seconds, self._workers.lines()
             for name in self._losses.unheard(self._alive(), limit):
                 if name in lines and lines[name].is_waiting:
@@ -436,6 +449,9 @@ class Generations(Supervisor):
         """Whether a worker died that nothing in the script stopped, and others hold the state."""
         alive = [name for name in self._alive() if name != str(failure.rank)]
         done = any(self._workers.is_done(name) for name in alive)
+        # Before the first step nobody holds a state worth keeping, and what killed a worker then
+        # (too little memory) would kill the next. Where one is done, the others' last step can have
+        # no partner.
         has_trained = self._phase != "starting"
         return self._survives and failure.by_signal and has_trained and bool(alive) and not done
 
@@ -448,6 +464,7 @@ class Generations(Supervisor):
         self._cancel("a worker was lost meanwhile")
         self._losses = LostWorkers()
         self._phase, self._joined = "starting", set()
+        # What workers said of themselves ended with them; the new ones say it again.
         self._closed, self._is_fragile = None, False
         wanted, self._wanted = self._wanted or self.config, None
         left = self._start_again(wanted)

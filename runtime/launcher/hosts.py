@@ -159,8 +159,12 @@ class SeveralHosts:
         self._all = PatientStore(behind(self.token, store), SILENCE_SECONDS)
         self._store = self._all.under("launcher")
         self._open = PatientStore(store, SILENCE_SECONDS).under("hetflow")
+        # In this order: with another token no key would be found, and one waits in vain; of two
+        # hosts with one rank the second must not speak; only who is accepted shows signs of life.
         self._check_token(watch)
         self._check_alone()
+        # By a thread: the main one may wait for minutes, for a host or for its own workers'
+        # imports.
         threading.Thread(target=self._beat, daemon=True).start()
         own = Greeting(
             host=socket.gethostname() or "unknown",
@@ -175,6 +179,8 @@ class SeveralHosts:
         self._store.set(f"agent/{place.node_rank}", text_of(own))
         if self.is_first:
             self._store.set("slots", text_of(self._deal(watch)))
+        # Host 0 reads its own answer from the store like the others, so a refusal ends all in one
+        # way.
         answer = answer_of(self._get("slots", "host 0's answer", watch))
         if isinstance(answer, Refused):
             raise LaunchError(answer.error)
@@ -209,6 +215,8 @@ class SeveralHosts:
         def join() -> None:
             while not found and not is_over.is_set():
                 try:
+                    # Tried first by a plain connection: torch's store does not say whether the port
+                    # is closed or its answer is late, and the user needs to know which.
                     socket.create_connection((place.host, place.port), timeout=2).close()
                     said[0] = f"what answers on {self._endpoint} is no rendezvous of a launch"
                     limit = self._limit_seconds
@@ -318,6 +326,8 @@ class SeveralHosts:
             return None
         self._last_look = now
         try:
+            # A failure that was told outranks silence: a host whose launch fails ends, and is
+            # silent then.
             if self._store.check([self._failure]):
                 return Failure.from_text(self._store.get(self._failure))
             return self.lost_host(SILENCE_SECONDS)
@@ -349,6 +359,8 @@ class SeveralHosts:
         ends = (f"done/{node}", f"left/{node}")
         if not self._store.check([beat]) or any(self._store.check([end]) for end in ends):
             return 0.0
+        # A beat is a number, no time: hosts' clocks differ. Node 0 notes by its own when it last
+        # changed.
         seen = self._store.get(beat)
         if self._heard.get(node, (b"", 0.0))[0] != seen:
             self._heard[node] = (seen, now)
@@ -435,6 +447,9 @@ class SeveralHosts:
             watch: Raises where a signal came.
         """
         try:
+            # Two rounds: all say that their workers are gone, then node 0 says go on. If hosts
+            # started one by one, new workers of one would meet old workers of another, in the same
+            # store.
             self._store.set(f"ended/{self._generation}/{self._place.node_rank}", "1")
             if self.is_first:
                 answer = self._all_have_ended(watch) and may()
@@ -460,6 +475,8 @@ class SeveralHosts:
         waiting = [f"ended/{self._generation}/{node}" for node in nodes]
         while not self._store.check(waiting):
             watch()
+            # A host that is done has a finished training; the others cannot go on without its
+            # workers.
             done = any(self._store.check([f"done/{node}"]) for node in nodes)
             if (
                 self.lost_host(SILENCE_AFTER_A_LOSS_SECONDS) is not None
@@ -475,6 +492,9 @@ class SeveralHosts:
         if self._store is None:  # the hosts have not met
             return failure
         try:
+            # Compared and set in one request, so that of two hosts that fail at once one is first.
+            # Only a failure that outranks it may replace what stands there, so whoever reads late
+            # sees the cause.
             told = Failure.from_text(self._store.compare_set(self._failure, "", failure.to_text()))
             if failure.precedence < told.precedence:
                 self._store.set(self._failure, failure.to_text())
@@ -521,6 +541,8 @@ class SeveralHosts:
             return
         with contextlib.suppress(Unreachable):
             if self.is_first:
+                # Hosts that wait for node 0's decision learn it before the store goes with this
+                # process.
                 self._store.set(self._again, "no")
             self._store.set(f"left/{self._place.node_rank}", "1")
             deadline = time.monotonic() + FAREWELL_SECONDS

@@ -207,6 +207,9 @@ class Tries:
         Args:
             generation: The one that has started last, from nothing or from a checkpoint.
         """
+        # Tries count by the checkpoint that the generation went on from. A run that comes further
+        # each time makes progress, however often it is broken; one that does not would try for
+        # ever.
         found = self._store.read(handover.key(generation, handover.FOUND))
         self._number = self._number + 1 if found == self._place else 1
         self._place = found
@@ -231,9 +234,12 @@ def cause_among(workers: Workers, config: LaunchConfig, ranks: Mapping[str, int]
     if not workers.failures():
         return None
     cause = first_cause(workers.failures())
+    # The first failure that is seen need not be the first that happened: a worker that waited on a
+    # socket sees its peer's death at once, the controller by its next look.
     while cause.is_echo and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         cause = first_cause(workers.failures())
+    # Nobody failed but a worker left with exit code 0: then that is why the others wait in vain.
     early = workers.left_early() if cause.is_echo else None
     cause = _staged(early or cause, config, ranks)
     silent = workers.running() if cause.timed_out else []
@@ -375,6 +381,7 @@ class Supervisor(ABC):
         """All workers have changed; the answer for who asked."""
         self.config, self._ranks, self.number = change.config, change.ranks, change.number
         self._change = None
+        # Shown before it is answered: who gets the answer may read the mapping at once.
         self._inbox.show(self.config)
         joined, left = change.joining, change.leaving
         self._remember(change.kind, change.detail, joined, left, pause_seconds)
@@ -402,7 +409,11 @@ class Supervisor(ABC):
     def _start_again(self, config: LaunchConfig) -> tuple[str, ...]:
         """End all workers, and start others from the last checkpoint; those before."""
         left = tuple(self._ranks)
+        # All of the old workers are gone before any new one starts: they hold the devices' memory,
+        # and a late write of one of them would reach the folder of checkpoints.
         self._end(left)
+        # Not ``number + 1``: a generation that was announced and then broken off has used its
+        # number, and its workers may still speak of it.
         self._highest += 1
         self.config, self.number, self.restarted_at = config, self._highest, self._highest
         self._ranks = self._named(config)

@@ -79,6 +79,8 @@ class OutputLines:
         """Show the lines that are whole now; a progress bar's end with a carriage return."""
         if not self._rest:
             self._since = time.monotonic()
+        # Only whole lines are shown, because stdout, stderr and our own messages share a terminal.
+        # A beginning waits, but not for long: a prompt has no end of line.
         whole = self._rest + chunk
         end = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
         self._rest = whole[end:]
@@ -139,6 +141,8 @@ def follow(
     with log.open("rb", buffering=0) as kept:
         kept.seek(0, os.SEEK_END)
         while lines.is_open and goes_on():
+            # Asked before the read: a worker that ends in between has written all before it, so one
+            # more turn reads the rest. Asked after it, the last lines could be lost.
             was_over = is_over()
             chunk = kept.read(_CHUNK_BYTES)
             if chunk:
@@ -196,6 +200,8 @@ class WorkerLine:
         if not self.is_open:
             return
         with contextlib.suppress(OSError):
+            # A worker that a debugger or SIGSTOP holds reads nothing. After a second the
+            # controller, which serves all others too, goes on without it; the heartbeats tell.
             self._own.settimeout(1.0)
             self._own.sendall(data)
         with contextlib.suppress(OSError):
@@ -212,6 +218,7 @@ class WorkerLine:
                 data = self._own.recv(1 << 16)
                 self.is_open = bool(data)
                 self._rest += data
+                # A worker that sends no end of line must not fill the controller's memory.
                 if len(self._rest) > MAX_LINE_BYTES:
                     self._rest = b""
         *lines, self._rest = self._rest.split(b"\n")
@@ -270,6 +277,8 @@ class Signals:
             signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # The first decides how the launch ends; each further one only makes waiting shorter
+        # (``count``).
         self.received = self.received or number
         self.count += 1
 
@@ -309,6 +318,8 @@ class Workers:
     def start(self, commands: Sequence[WorkerCommand]) -> None:
         """Start them all. Call from the main thread: their lives hang on the starting thread."""
         for command in commands:
+            # What an earlier launch left in this folder under that name would pass for this
+            # worker's.
             failure = self._failure_path(command.name)
             for old in (failure, ended_path(failure), left_path(failure)):
                 old.unlink(missing_ok=True)
@@ -398,6 +409,7 @@ class Workers:
 
         Its failure says ``why``, the first that was given.
         """
+        # Before the signal: its death must not be seen without the reason.
         self._killed.setdefault(name, why)
         signal_group(self._processes[name], signal.SIGKILL)
 
@@ -412,6 +424,8 @@ class Workers:
 
     def forget(self, name: str) -> None:
         """A worker that is gone no longer counts."""
+        # The whole group is killed: data loaders of a worker that is gone would keep their memory,
+        # and the fence of its checkpoints shut.
         process = self._processes.pop(name)
         signal_group(process, signal.SIGKILL)  # what it started
         process.wait()
@@ -433,6 +447,8 @@ class Workers:
         A signal that ends it when it has nothing left to do changes nothing.
         """
         code = self._processes[name].poll()
+        # Between its last act and its exit a worker may still be killed (by a scheduler that ends
+        # the job, say). Everything was saved by then, so the launch has not failed.
         was_done = code is not None and code < 0 and left_path(self._failure_path(name)).exists()
         return 0 if was_done else code
 
@@ -550,6 +566,8 @@ class Workers:
         Waits until they have reported or are gone, the time is over, or another signal comes. A
         worker answers in milliseconds, in the middle of a step too.
         """
+        # The measurements of a launch that fails are worth having, but not worth waiting for: a
+        # worker that hangs never answers.
         asked, deadline = signals.count, time.monotonic() + REPORT_SECONDS
         waiting = {name for name, line in self._lines.items() if line.trains and self._runs(name)}
         for name in waiting:
@@ -585,9 +603,13 @@ class Workers:
             if time.monotonic() > deadline or impatient:
                 break
             time.sleep(0.02)
+        # SIGKILL comes for the groups of all workers, also of those that left well: children that
+        # they forgot would outlive the launch.
         for process in self._processes.values():
             signal_group(process, signal.SIGKILL)
             process.wait()
+        # After the processes: the pipes close with their last writer, so the threads have shown
+        # all.
         for thread in self._tees:
             thread.join(timeout=2)
         for line in self._lines.values():
@@ -658,6 +680,8 @@ class Starter:
         held: Sequence[str],
     ) -> None:
         slots = [config.workers[ranks[name]] for name in names]
+        # The devices are checked before the file is written and any process started: a request that
+        # cannot be served leaves nothing behind.
         seats = seat_workers(slots, config, held)
         path = self._folder / f"generation-{number}.json"
         files.write(path, config, force=True)

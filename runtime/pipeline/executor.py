@@ -302,6 +302,9 @@ class WeightVersions:
         """Make the parameters safe to change in place, before an update."""
         if self._reads[self._newest]:
             for parameter in self._parameters.values():
+                # The parameters move, and the leaves of the old version keep the old memory: passes
+                # in flight hold references to those. Copying the version for the passes would break
+                # what autograd saved.
                 parameter.data = parameter.data.clone()
         else:
             del self._leaves[self._newest]
@@ -358,6 +361,8 @@ class Unflushed:
 
     def run(self, batch: Batch, passes: StagePasses) -> None:
         """Feed a batch into the run; begin a run if there is none."""
+        # A batch out of turn (a new epoch, a resumed one) cannot follow in the schedule that is
+        # running.
         if (batch.epoch, batch.step) != self._next_batch:
             self.drain(passes)
         if self.is_drained:
@@ -374,6 +379,8 @@ class Unflushed:
         num_batches, last_batch_samples = self._epochs[batch.epoch]
         self._first_step = batch.step
         rest = min(self._work.num_microbatches, last_batch_samples)
+        # The whole epoch is one schedule, as its length decides where the pipeline drains. The last
+        # batch may be short, with fewer microbatches.
         total = (num_batches - 1 - batch.step) * self._work.num_microbatches + rest
         schedule = schedule_of(self._work, total)
         mine = self._executor.begin(schedule)
@@ -391,6 +398,9 @@ class Unflushed:
         if self.is_drained:
             return
         schedule = schedule_of(self._work, self.offset + self._work.num_microbatches)
+        # The shorter schedule is that of a run that ends here, so all workers agree without a word
+        # which operations are still to come. Versions that only cancelled passes would have read
+        # are released.
         left = self._executor.shorten(schedule)
         for number, versions in self._versions.items():
             versions.shorten(op for op in left if op.stage == number)
