@@ -27,6 +27,8 @@ class Failure(FailureNote):
     where it did; ``sentence_of_ours`` is the whole story, where it takes more than this worker's.
     """
 
+    exit_code: int  # stated, unlike a note's: what is read from another host must say both
+    error: str
     rank: int | None = None
     device_type: str = ""
     host: str = ""
