@@ -814,10 +814,10 @@ class PipelineEngine:
             yield
             return
         self._strip()
-        if self._shares is not None:  # replicas answer other calls each, so they meet in none
-            self._shares.make_whole()
         if self._evaluation is None:
             self._evaluation = self._evaluation_of()
+        if self._shares is not None:  # replicas answer other calls each, so they meet in none
+            self._shares.make_whole()
         with ExitStack() as stack:
             for name, module in self._session.model.named_modules():
                 if self._ownership.lacks_some_of(module):
