@@ -152,12 +152,14 @@ class StageShares(Units):
         for index, (name, p) in enumerate(zip(names, self._parameters, strict=True)):
             ranks, owners = _sharing(ownership, name, stages, stages[number], place.rank)
             home = homes[id(p)] if homes[id(p)] in found and not owners else ""
-            kinds.setdefault((home, ranks, owners, p.dtype, p.requires_grad), []).append(index)
+            alone = not all(ownership.lanes.contributes(name, rank) for rank in ranks)
+            kind = (home, ranks, owners, alone, p.dtype, p.requires_grad)
+            kinds.setdefault(kind, []).append(index)
         flats: dict[str, list[Flat]] = {"": []}
         self._ties: list[tuple[Flat, dist.ProcessGroup]] = []
         before: dict[object, int] = {}
         sizes = {kind: sum(self._parameters[n].nbytes for n in of) for kind, of in kinds.items()}
-        for (home, ranks, owners, *_), indices in kinds.items():
+        for (home, ranks, owners, alone, *_), indices in kinds.items():
             for n in indices:
                 fill(self._parameters[n], place.device, computes=False)
             lengths, place_of = [self._parameters[n].numel() for n in indices], (ranks, owners)
@@ -167,6 +169,7 @@ class StageShares(Units):
                 Sharers(place, ranks, group_of(ranks)),
                 keeps_whole=False,
                 kept=[range(n, n + 1) for n in range(len(ranks))],
+                counts=not alone or ownership.lanes.lane(place.rank) == 0,
             )
             before[place_of] = before.get(place_of, 0) + sum(lengths)
             flats.setdefault(home, []).append(made)
@@ -314,8 +317,9 @@ class StageShares(Units):
         self._own_hooks.remove()
 
 
-_Kind = tuple[str, Holders, Holders, torch.dtype, bool]
-"""Unit, who shares it, who owns the same numbers in other stages, dtype, whether it is trained."""
+_Kind = tuple[str, Holders, Holders, bool, torch.dtype, bool]
+"""Unit, who shares it, who owns the same numbers in other stages, whether one worker of each
+tensor-parallel group counts in sums, dtype, whether it is trained."""
 
 
 def _asked(

@@ -121,6 +121,7 @@ class Flat:
         keeps_whole: Whether weights are not shared, so that the whole vector stays.
         kept: [workers] the ranks whose parts each keeps; the own one among them.
         order: In which order virtual nodes add up; None: as the workers run them.
+        counts: Whether this worker's gradients count in sums; else another computes the same.
 
     Attributes:
         part: Where what this worker keeps of the vector begins and ends.
@@ -136,7 +137,9 @@ class Flat:
         keeps_whole: bool,
         kept: Sequence[range],
         order: NodeOrder | None = None,
+        counts: bool = True,
     ) -> None:
+        self._counts = counts
         self.kept, self.is_alone = kept, False
         self.members, self.sharers, self._keeps_whole = members, sharers, keeps_whole
         first = members[0][1]
@@ -340,7 +343,9 @@ class Flat:
         gradient, self._gradient = self._gradient, None
         if gradient is None:
             return None
-        if factor is not None:
+        if not self._counts:
+            gradient.zero_()
+        elif factor is not None:
             gradient.mul_(factor.to(gradient))
         for _, parameter in self.members:
             parameter.grad = None

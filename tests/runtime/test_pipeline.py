@@ -72,7 +72,6 @@ WORLDS = {
     4: {
         "four": ("chain:momentum:clip", "1f1b", CHAIN4, (1, 1, 1, 1), 8, True),
         "2-2": ("chain:adam:clip", "1f1b", CHAIN2, (2, 2), 6, False),
-        "shared": ("chain:momentum:whole", "1f1b", CHAIN2, (2, 2), 6, False, (1, 1)),
         "shared-adam": ("chain:adam:clip-weighted", "1f1b", CHAIN2, (2, 2), 6, False, (1, 3)),
         "shared-tied": ("branches:adam:clip-deferred", "1f1b", BRANCH2, (2, 2), 6, True, (3, 1)),
         "shared-gpipe": ("branches:momentum:clip", "gpipe", BRANCH2, (2, 2), 6, False, (0, 1)),

@@ -109,6 +109,8 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d2-gradients-shards": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
         "scaled-gradients": ("zoo:sgd:clip-scaled", [(WHOLE, (1, 1))]),
         "carried-gradients": ("zoo:sgd:clip-carry", [(WHOLE, (1, 1))]),
+        "carried-weights": ("zoo:sgd:clip-carry", [(WHOLE, (1, 1))]),
+        "scaled-weights": ("zoo:sgd:clip-scaled", [(WHOLE, (1, 1))]),
         "zoo-cores": ("zoo:sgd:clip", [(WHOLE, (2,))]),
     }),
     "t2-more": (2, {
@@ -191,10 +193,15 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d2-unlike-gradients-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "chunks-d2-gradients-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-d2-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
+        "exported-gpt2-weights": ("gpt2:adam:clip", [(GPT2[0], (1, 1)), (GPT2[1], (1, 1))]),
+        "exported-qwen-weights-unlike-again": (
+            "qwen:sgd:clip-inf", [((*QWEN[0], *QWEN[1][:2]), (1, 1)), (QWEN[1][2:], (1, 1))]
+        ),
     }),
     "p2-t2-d2": (8, {
         "zoo": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))]),
         "again": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))]),
+        "weights": ("zoo:sgd:clip", [(APART[0], (2, 2)), (APART[1], (2, 2))]),
         "chunks": ("zoo:sgd:clip", [(part, (2, 2)) for part in CHUNKS]),
         "chunks-again": ("zoo:sgd:clip", [(part, (2, 2)) for part in CHUNKS]),
     }),
@@ -203,6 +210,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "zoo-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "zoo-unlike-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "zoo-gradients-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
+        "weights-unlike-tokens": ("zoo:sgd:clip", [(WHOLE, (2, 2))]),
         "tokens": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "again": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "t4": ("zoo:sgd:clip", [(WHOLE, (4,))]),
@@ -240,7 +248,7 @@ def planned(key: str, stages: list) -> Plan:
 
     "tokens" has sequence parallelism, "again" recomputes, "cores" recomputes attention cores,
     "chunks" is interleaved, "shards" shares the optimizer's state, "unlike" as 1 to 3,
-    "gradients" also gradients.
+    "gradients" also gradients, "weights" all.
     """
     plan = parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1)
     plan = replace(plan, sequence_parallel="tokens" in key or None)
@@ -249,10 +257,13 @@ def planned(key: str, stages: list) -> Plan:
     plan = replace(plan, shard_gradients=has_gradients)
     if key.startswith("exported"):
         plan = replace(plan, trace=TRACES[key.split("-")[1]])
-    if "unlike" in key:
+    if "weights" in key:
+        plan = replace(plan, stages=tuple(replace(stage, shard="all") for stage in plan.stages))
+    if "unlike" in key or "weights" in key:
         stages = []
         for stage in plan.stages:
-            groups = zip(stage.replicas, (1000, 3000), strict=True)
+            held = (1000, 3000 if "unlike" in key else 1000)
+            groups = zip(stage.replicas, held, strict=True)
             replicas = tuple(replace(group, state_share_bytes=share) for group, share in groups)
             stages.append(replace(stage, replicas=replicas))
         plan = replace(plan, stages=tuple(stages))
