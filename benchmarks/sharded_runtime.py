@@ -4,6 +4,7 @@
     python benchmarks/sharded_runtime.py --turns 30 --json FILE
     python benchmarks/sharded_runtime.py --redundancy       # shares kept twice against once
     python benchmarks/sharded_runtime.py --unlike           # devices of 1:2 speed, 2:1 memory
+    DS_ACCELERATOR=cpu python benchmarks/sharded_runtime.py --deepspeed   # ZeRO-3 beside them
 
 Two gloo workers share all states of a float32 decoder in equal parts. In a turn each way makes one
 step after the other: forward and backward passes, clipping by the global norm, AdamW. Wall seconds
@@ -142,6 +143,30 @@ def fsdp_step(model: Any, hold: Hold) -> Step:
     return step
 
 
+def deepspeed_step(model: Any, samples: int) -> Step:
+    """A step with DeepSpeed's ZeRO-3, its own clipping and torch's AdamW; one pass a step."""
+    import deepspeed
+    import torch
+
+    settings = {
+        "train_micro_batch_size_per_gpu": samples,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def step(passes: list[Any], batch_size: int) -> float:
+        (ids,) = passes
+        loss = loss_of(engine, ids)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach()) * len(ids) / batch_size
+
+    return step
+
+
 def loss_of(model: Any, ids: Any) -> Any:
     """The cross entropy of the next words."""
     from torch.nn import functional as F
@@ -243,7 +268,7 @@ def work(asked: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=store, rank=asked.rank, world_size=WORKERS)
     torch.manual_seed(0)
     model, rank = model_of(asked.width, asked.layers), asked.rank
-    passes = {name: [[asked.samples]] * WORKERS for name in ("hetflow", "other")}
+    passes = {name: [[asked.samples]] * WORKERS for name in ("hetflow", "deepspeed", "other")}
     hold: Hold = lambda size: nullcontext()  # noqa: E731
     begin = lambda: None  # noqa: E731
     ways: dict[str, Step]
@@ -260,10 +285,10 @@ def work(asked: argparse.Namespace) -> None:
             for name, way in stated["ways"].items()
         }
     else:
-        ways = {
-            "hetflow": hetflow_step(deepcopy(model), hold, copies=int(asked.redundancy)),
-            "other": hetflow_step(model, hold) if asked.redundancy else fsdp_step(model, hold),
-        }
+        ways = {"hetflow": hetflow_step(deepcopy(model), hold, copies=int(asked.redundancy))}
+        if asked.deepspeed:
+            ways["deepspeed"] = deepspeed_step(deepcopy(model), asked.samples)
+        ways["other"] = hetflow_step(model, hold) if asked.redundancy else fsdp_step(model, hold)
     generator = torch.Generator().manual_seed(0)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     batch_size = sum(map(sum, passes["hetflow"]))
@@ -285,7 +310,7 @@ def work(asked: argparse.Namespace) -> None:
         if max(losses) - min(losses) > NEAR * losses[0]:
             raise SystemExit(f"turn {turn}: losses {losses} differ")
     if rank == 0:
-        sys.stdout.write(json.dumps(found))
+        sys.stdout.write("\n" + json.dumps(found))
     dist.destroy_process_group()
 
 
@@ -298,6 +323,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--redundancy", action="store_true", help="shares kept twice, not FSDP2")
+    parser.add_argument("--deepspeed", action="store_true", help="DeepSpeed's ZeRO-3 too")
     parser.add_argument("--unlike", action="store_true", help="devices of unlike speed and memory")
     parser.add_argument(
         "--even", type=int, default=4, help="samples of a pass that fit the smaller, evenly shared"
@@ -308,6 +334,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.deepspeed and (asked.unlike or asked.redundancy):
+        parser.error("--deepspeed goes with neither --unlike nor --redundancy")
     if asked.quick:
         asked.turns, asked.width, asked.layers = min(asked.turns, 6), 64, 3
     if asked.rank is not None:
@@ -316,8 +344,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sizes = [f"--{name}={getattr(asked, name)}" for name in ("turns", "width", "layers")]
         command = [sys.executable, __file__, *sizes, f"--samples={asked.samples}"]
-        command += ["--redundancy"] if asked.redundancy else []
+        command += [f"--{name}" for name in ("redundancy", "deepspeed") if getattr(asked, name)]
         names = {"other": "once" if asked.redundancy else "fully_shard"}
+        names |= {"deepspeed": "DeepSpeed"} if asked.deepspeed else {}
         if asked.unlike:
             stated = planned(asked, folder)
             names = {name: name for name in stated["ways"] if name != "hetflow"}
@@ -331,7 +360,7 @@ def main() -> None:
             subprocess.Popen(
                 [*command, f"--rank={rank}", f"--store={folder}/store"],
                 stdout=subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)},
                 text=True,
             )
             for rank in range(WORKERS)
@@ -339,7 +368,7 @@ def main() -> None:
         said = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
         raise SystemExit("a worker failed")
-    found = json.loads(said[0])
+    found = json.loads(said[0].splitlines()[-1])  # libraries may say something, too
     rows: dict[str, Any] = {}
     for (way, name), (place, kind) in product(names.items(), enumerate(("wall", "CPU"))):
         own, other = ([each[place] for each in found[one]] for one in ("hetflow", way))
