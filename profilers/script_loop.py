@@ -139,7 +139,6 @@ class _Loop:
         self._device, self._backend = device, backend_of(device)
         self._own_size: int | None = None
         self._num_asked, self._num_updates = 0, 0
-        self._passes_bytes, self._has_passed = 0, False
         self._serving: Generator[None, None, None] | None = None
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -150,7 +149,6 @@ class _Loop:
     def asked(self, training: "Training", batches: "Sized") -> None:
         """Answer requests until one needs another step."""
         self._num_asked += 1
-        self._has_passed = False
         if self._serving is None:
             self._training, self._batches = training, batches
             self._own_size = _own_size_of(batches)
@@ -168,8 +166,6 @@ class _Loop:
         from ..runtime.adapters.training import begun
 
         self._num_updates += 1
-        if not self._has_passed:
-            self._passes_bytes, self._has_passed = max(self._passes_bytes, self._peak_bytes()), True
         if self._serving is None and begun() is None:
             raise TargetError(
                 f"{self._script[0]} trains by itself: no loader and no model of it goes through "
@@ -264,7 +260,8 @@ class _Loop:
         yield from self._steps([batch_size], 1)
         self._backend.release_unused()
         self._reset_peak()
-        self._passes_bytes = 0
+        if self._training.cuts_batches:
+            self._make_gradients()
         yield from self._steps([batch_size], 1)
         samples: list[float] = []
         began = time.perf_counter()
@@ -274,16 +271,19 @@ class _Loop:
             batch_size=batch_size,
             timing=RepeatTiming.of(samples),
             wall_seconds=statistics.median(samples),
-            peak_memory_bytes=max(self._peak_bytes(), self._later_passes_bytes()),
+            peak_memory_bytes=self._peak_bytes(),
             fragmentation_bytes=self._backend.fragmentation_bytes(self._torch_device),
             beside_bytes=self._backend.beside_bytes(self._torch_device),
         )
         return asdict(found)
 
-    def _later_passes_bytes(self) -> int:
-        """The peak in passes that find gradients of earlier ones: of several virtual nodes."""
-        more = sum(p.nbytes for p in self._parameters()) if self._training.cuts_batches else 0
-        return self._passes_bytes + more
+    def _make_gradients(self) -> None:
+        """Let the next pass find gradients, of 0, as it does behind another virtual node's."""
+        import torch
+
+        for parameter in self._parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _do_rehearse(
         self,
