@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..devices import memory
 from ..devices.backend import backend_of, is_out_of_memory
+from ..planning.costs.memory import COMPARED_BYTES
 from ..runtime.emulation import PassHolder
 from ..runtime.measurements import StepTimes, reference_seconds
 from ..schema import files
@@ -271,7 +272,7 @@ class _Loop:
             batch_size=batch_size,
             timing=RepeatTiming.of(samples),
             wall_seconds=statistics.median(samples),
-            peak_memory_bytes=self._peak_bytes(),
+            peak_memory_bytes=self._peak_bytes() + (0 if self._backend.is_host else COMPARED_BYTES),
             fragmentation_bytes=self._backend.fragmentation_bytes(self._torch_device),
             beside_bytes=self._backend.beside_bytes(self._torch_device),
         )
