@@ -211,7 +211,8 @@ def _prediction_faults(plan: Plan, problem: ShardedProblem) -> Iterator[str]:
     step = sharing.step(rounds, compute / rounds, max(map(sum, ends)))
     longest = [end for end in ends if not differ(sum(end), max(map(sum, ends)))]
     told = (found.update_seconds or 0.0, found.fixed_seconds or 0.0)
-    update, fixed = told if told in longest else longest[0]
+    stated = (end for end in longest if not any(map(differ, end, told)))  # several may be longest
+    update, fixed = next(stated, longest[0])
     counted = replace(
         found,
         step_seconds=step,

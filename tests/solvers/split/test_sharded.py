@@ -294,6 +294,21 @@ def test_64_devices_of_6_types_that_hold_no_states_whole() -> None:
     assert plan.shard == "all"
 
 
+def test_of_devices_that_end_together_any_may_be_told() -> None:
+    """Their ends are equal but for rounding, and the planner's and the judge's round apart."""
+    plan = solve(problem := large())
+    ends = {}
+    for group in plan.groups:
+        kind = next(k for k in problem.devices if k.device_type == group.device_type)
+        update = kind.update_seconds * (group.state_share_bytes or 0) / problem.weight_bytes
+        ends[group.device_type] = (update, kind.fixed_seconds)
+    longest = max(map(sum, ends.values()))
+    for update, fixed in ends.values():
+        told = replace(plan.predicted, update_seconds=update * (1 + 1e-12), fixed_seconds=fixed)
+        is_right = update + fixed > longest * (1 - 1e-9)
+        assert is_right == (list(check(replace(plan, predicted=told), problem)) == [])
+
+
 def test_a_certificate_that_leaves_out_or_overstates_is_refused() -> None:
     problem = next(p for p in map(drawn, range(50)) if solved(p) and len(p.shards) == 3)
     plan = solve(problem)
