@@ -498,7 +498,8 @@ class SharedStates(Units):
                 "a norm is taken over gradients that workers share, and others",
                 hint="clip the gradients of each model by themselves",
             )
-        if not asked <= own or not self._session.place.distributed:
+        # Of nothing another model asks, whose worker has no part of it.
+        if not asked or not asked <= own or not self._session.place.distributed:
             return self._norm(given, norm_type, error_if_nonfinite, foreach)
         of = {id(p.grad): index for index, p in enumerate(self._parameters)}
         indices, power = [of[id(tensor)] for tensor in given], float(norm_type)

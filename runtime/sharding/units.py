@@ -126,6 +126,11 @@ class Units:
         self._hooks: list[RemovableHandle] = []
 
     @property
+    def last_order(self) -> Sequence[str]:
+        """The repeated layers of the last pass, as they ran."""
+        return self._order
+
+    @property
     def _all(self) -> list[Unit]:
         return [self._rest, *self._units.values()]
 

@@ -3,7 +3,7 @@
 It clears gradients between the forward and the backward pass, accumulates, clips, evaluates, lets
 the first worker evaluate and save by itself, loads, and averages weights. A layer is never used. A
 second model goes back after the first one's step. Usage: wrapped.py ANSWER KIND, where KIND is ddp,
-fsdp, or mixing: a model that mixes the samples of a batch.
+fsdp, mixing (a model that mixes the samples of a batch), or choosing (layers by the samples).
 """
 
 import json
@@ -36,7 +36,8 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = self.first(x if kind != "mixing" else x - x.mean(0))
-        for block in self.blocks:
+        chosen = [self.blocks[int(x[0, 0] > 0)]] if kind == "choosing" else self.blocks
+        for block in chosen:
             x = x + block(x)
         return self.last(x)
 
