@@ -6,7 +6,6 @@ pandas is imported only when a table is made. A value of numpy or pandas is know
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from html import escape
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .errors import HetflowError
@@ -129,6 +128,8 @@ class Shown:
         return f"<{type(self).__name__} {self.title}>"
 
     def _repr_html_(self) -> str:
+        from html import escape  # all commands import this module, and none makes a web page
+
         try:
             columns, rows = self.table()
         except HetflowError:  # kept without its parts
