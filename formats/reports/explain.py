@@ -293,7 +293,7 @@ def group_terms(
     """The terms of a step of tensor-parallel groups, in seconds (docs/parallel.md).
 
     ``passes`` are of all microbatches in the slowest stage. ``messages`` are what they add to the
-    step beside passes: of interleaved stages, all of the slowest one. ``other stages`` are of one
+    step beside passes: of interleaved stages, those of one microbatch. ``other stages`` are of one
     microbatch in each of the others, before and after (the bubble of thesis 4.2.2).
 
     Args:
@@ -313,14 +313,16 @@ def group_terms(
         return None
     own, sent = [each or 0.0 for each in passes], [each or 0.0 for each in messages]
     positions, shown = len(stages) // num_model_chunks, num_microbatches * num_model_chunks
-    both = [each + more for each, more in zip(own, sent, strict=True)]
-    slowest = both.index(max(both)) if num_model_chunks > 1 else own.index(max(own))
-    waits, others = shown * sent[slowest], (positions - 1) * both[slowest]
-    gathers = 0.0
+    links: list[float] = []  # a stage's messages are those of the link before it, and behind
+    for each in sent[:-1]:
+        links.append(max(0.0, each - sum(links[-1:])))
+    longest = map(max, [0.0, *links], [*links, 0.0])
+    beyond = [max(t - c / 3, 0.0) for t, c in zip(longest, own, strict=True)]
+    both = [each + more for each, more in zip(own, beyond, strict=True)]
+    slowest, gathers = both.index(max(both)) if num_model_chunks > 1 else own.index(max(own)), 0.0
+    waits = sum(sent) + (shown + positions - 1) * beyond[slowest]
+    others = (positions - 1) * own[slowest]
     if num_model_chunks == 1:
-        links: list[float] = []  # a stage's messages are those of the link before it, and behind
-        for each in sent[:-1]:
-            links.append(max(0.0, each - sum(links[-1:])))
         bare = one_f_one_b_seconds(own, [0.0] * len(links), num_microbatches)
         both = [each + more for each, more in zip(own, waited, strict=True)]
         with_gathers = one_f_one_b_seconds(both, [0.0] * len(links), num_microbatches)

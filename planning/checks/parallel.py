@@ -80,7 +80,9 @@ def counted_step(plan: Plan, problem: ParallelProblem) -> float:
 
     Its passes and messages (``_passes_seconds``), then the slowest update and all-reduce.
     Interleaved 1F1B with v chunks on each of p positions: v m + p - 1 passes of the slowest chunk,
-    then the slowest update and all-reduce of a position's chunks together.
+    the messages of one microbatch there and back, then the slowest update and all-reduce of a
+    position's chunks together. A message that takes longer than a third of a chunk's
+    passes counts for the rest of it in each of them.
     """
     held = [_held_with(plan, number) for number in range(plan.num_positions)]
     update = max(sum(_update(plan, problem, number) for number in own) for own in held)
@@ -90,8 +92,7 @@ def counted_step(plan: Plan, problem: ParallelProblem) -> float:
 
 def _stage_seconds(plan: Plan, problem: ParallelProblem, number: int) -> float:
     """Seconds of a microbatch's passes, and of messages that count in a stage."""
-    is_hidden = problem.hides_messages and plan.num_model_chunks == 1
-    waits = 0.0 if is_hidden else _transfer(plan, problem, number)
+    waits = 0.0 if problem.hides_messages else _transfer(plan, problem, number)
     return _with_gathers(plan, problem, number) + waits
 
 
@@ -106,11 +107,14 @@ def _passes_seconds(plan: Plan, problem: ParallelProblem) -> float:
     """
     m, stages = plan.num_rounds, range(len(plan.stages))
     each = [_stage_seconds(plan, problem, number) for number in stages]
-    if plan.num_model_chunks > 1:
-        return (plan.num_model_chunks * m + plan.num_positions - 1) * max(each)
     if not problem.hides_messages:
         return sum(each) + max(each) * (m - 1)
     links = [_link_seconds(plan, problem, number) for number in stages[:-1]]
+    if plan.num_model_chunks > 1:
+        longest = [max(pair) for pair in zip([0.0, *links], [*links, 0.0], strict=True)]
+        waits = [max(t - c / 3, 0.0) for t, c in zip(longest, each, strict=True)]
+        slowest = max(c + wait for c, wait in zip(each, waits, strict=True))
+        return (plan.num_model_chunks * m + plan.num_positions - 1) * slowest + 2 * sum(links)
     more = [(m - 1) * seconds for seconds in (*each, *links)]
     for number in stages:
         k = min(len(stages) - number, m)

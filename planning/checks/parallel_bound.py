@@ -976,6 +976,7 @@ def _is_new(label: _Label, known: dict[Any, list[Any]]) -> bool:
 def _has_no_chunks(problem: ParallelProblem, below: float, left: _Left) -> bool:
     """Whether no interleaved plan takes less: (v m + p - 1) passes of its slowest chunk (4.2.2).
 
+    The messages of one microbatch are at least those of the shortest as many.
     The update and the all-reduce of the fullest position are at least those of the mean one.
     """
     chunks = [v for v in problem.num_model_chunks if v > 1 and problem.shard != "all"]
@@ -993,7 +994,7 @@ def _has_no_chunks(problem: ParallelProblem, below: float, left: _Left) -> bool:
                     if search.m % p or p * v > min(search.places - 1, problem.most_stages or inf):
                         continue
                     left.take(_CALL)
-                    others = slowest.mean_exchange(p)
+                    others = slowest.mean_exchange(p) + slowest.least_messages(p * v)
                     passes = v * search.m + p - 1
                     if passes * slowest.least(p * v) + others < below and (
                         passes * slowest.exact(p * v, left) + others < below
@@ -1008,15 +1009,18 @@ class _Slowest:
     def __init__(self, search: _Search, option: int) -> None:
         self._search, self._option = search, search.options[option]
         fits = self._option.most_in_flight >= 1
-        self._seconds = np.where(fits, search.seconds[option], inf)
+        self._seconds = np.where(fits, search.compute[option], inf)
         self._tables = [np.where(np.arange(search.places) == 0, 0.0, inf)]
 
     def least(self, chunks: int) -> float:
         """At least, by all layers together and the longest one."""
         layers = np.arange(self._search.places - 1)
         each = self._option.compute[layers, layers + 1]
-        sent = 2 * (chunks - 1) * float(self._option.output[1:-1].min(initial=inf))
-        return max(float(each.max()), (float(each.sum()) + sent) / chunks)
+        return max(float(each.max()), float(each.sum()) / chunks)
+
+    def least_messages(self, chunks: int) -> float:
+        """Of one microbatch there and back, over the boundaries of least seconds."""
+        return 2 * float(np.sort(self._option.output[1:-1])[: chunks - 1].sum())
 
     def exact(self, chunks: int, left: _Left) -> float:
         """The least of any cut into so many chunks, each of which fits alone."""

@@ -190,20 +190,23 @@ def interleaved_step_seconds(
     chunk_seconds: float,
     update_seconds: list[float],
     reduce_seconds: list[float],
+    message_seconds: float = 0.0,
 ) -> float:
     """Seconds of a step of interleaved 1F1B, as if all chunks were as slow as the slowest.
 
     (v m + p - 1) passes of a chunk: the bubble is (p - 1) / (v m) of the step without it (4.2.2).
     If chunks are unlike, the passes take no longer than this, as long as the chunk with the longest
-    forward pass has the longest backward pass too.
+    forward pass has the longest backward pass too. Passes hide all messages but those of the first
+    microbatch on its way there and of the last one back, if none takes longer than a forward pass.
 
     Args:
         num_microbatches: m of each pipeline.
         pipeline_parallel_size: p, positions of the pipeline.
         num_model_chunks: v, chunks per position.
-        chunk_seconds: Compute and messages of one microbatch in the slowest chunk.
+        chunk_seconds: Compute of one microbatch in the slowest chunk.
         update_seconds: [positions] optimizer update of all chunks; the longest counts.
         reduce_seconds: [positions] all-reduces of all chunks' gradients; the longest counts.
+        message_seconds: Of one microbatch from the first chunk to the last, and back.
     """
     passes = num_model_chunks * num_microbatches + pipeline_parallel_size - 1
-    return passes * chunk_seconds + max(update_seconds) + max(reduce_seconds)
+    return passes * chunk_seconds + message_seconds + max(update_seconds) + max(reduce_seconds)

@@ -1,9 +1,10 @@
 """Interleaved 1F1B on one device type and tensor-parallel degree (thesis 4.2.2).
 
 Each of p positions holds v chunks of contiguous layers, chunk j on position j mod p. A step takes
-(v m + p - 1) passes of the slowest chunk. For every p, v, degree and number of replicas, a dynamic
-program finds the cut whose slowest chunk is the fastest. What the update and the all-reduce of a
-position take at least is a mean over positions; so a small gap may be left where chunks are unlike.
+(v m + p - 1) passes of the slowest chunk, and the messages of one microbatch. For every p, v,
+degree and number of replicas, a dynamic program finds the cut whose slowest chunk is the fastest.
+What the update and the all-reduce of a position take at least is a mean over positions, and
+messages are at least the shortest ones; so a small gap may be left where chunks are unlike.
 
     4 layers of 1 s, p = 2, m = 4: v = 2 makes chunks of 1 s, (8 + 1) x 1 = 9 s
     v = 1 makes chunks of 2 s, (4 + 1) x 2 = 10 s
@@ -207,7 +208,7 @@ def _shapes(problem: ParallelProblem, spaces: Spaces) -> Iterator[InterleavedSha
     """Every shape whose microbatches divide over replicas and, on each, over positions."""
     size = len(problem.layers)
     chunks = [v for v in problem.num_model_chunks if v > 1]
-    if problem.cost_rule != "hetflow":
+    if not problem.hides_messages:
         return
     for microbatch_size in spaces.microbatch_sizes:
         units = -(-problem.global_batch_size // microbatch_size)
@@ -244,14 +245,13 @@ def _least_seconds(
     """Seconds that no cut of a shape is faster than; ``slowest`` is its slowest chunk if known."""
     option, chunks = shape.option, shape.num_chunks
     if slowest is None:
-        sent = [a + b for a, b in zip(option.output_seconds, option.gradient_seconds, strict=False)]
-        messages = (chunks - 1) * min(sent[1:-1], default=0.0)
         layers = (b - a for a, b in pairwise(option.seconds))
-        slowest = max((option.seconds[-1] + messages) / chunks, *layers)
+        slowest = max(option.seconds[-1] / chunks, *layers)
+    messages = 2 * sum(sorted(option.output_seconds[1:-1])[: chunks - 1])
     update = option.updates[-1] / shape.num_positions
     reduce = _least_reduce(problem, shape)
     update += gather_ratio(problem) * reduce
-    return shape.passes * slowest + update + reduce
+    return shape.passes * slowest + messages + update + reduce
 
 
 def _least_reduce(problem: ParallelProblem, shape: InterleavedShape) -> float:
@@ -285,10 +285,25 @@ def _slowest_chunks(option: StageOption, num_chunks: int, effort: Effort) -> flo
     return float(_least_maxima(option, num_chunks)[-1])
 
 
+@lru_cache(maxsize=128)
+def _chunk_seconds(option: StageOption) -> np.ndarray:
+    """[starts, ends] a chunk's passes, and what of a message is longer than a third of them.
+
+    Messages of up to a forward pass are hidden, by the timer of schedules to the last digit for
+    equal chunks. Longer ones are counted up to 13 % of a step too long.
+    """
+    passes = stage_seconds(option, hides_messages=True)
+    sent = np.array([*option.output_seconds[:-1], 0.0])
+    back = np.array([0.0, *option.gradient_seconds[1:], 0.0])
+    more = np.maximum(sent[None, :], back[:, None]) - passes / 3
+    found: np.ndarray = passes + np.maximum(more, 0.0)
+    return found
+
+
 @lru_cache(maxsize=4096)
 def _least_maxima(option: StageOption, num_chunks: int) -> np.ndarray:
     """[ends] likewise for layers 0 to ``end - 1``."""
-    seconds = stage_seconds(option)
+    seconds = _chunk_seconds(option)
     if num_chunks == 1:
         first: np.ndarray = np.where(np.arange(len(seconds)) == 0, inf, seconds[0])
         return first
@@ -324,7 +339,7 @@ def _planned(
         cuts = _fastest_that_fits(shape, work)
         if cuts is None:
             return None
-        memory, seconds = _memories(shape, cuts), stage_seconds(option)
+        memory, seconds = _memories(shape, cuts), _chunk_seconds(option)
         slowest = max(float(seconds[start, end]) for start, end in pairwise(cuts))
     gradients, pool = _gradients(problem, shape), problem.pools[option.pool]
     updates = tuple(option.updates[end] - option.updates[start] for start, end in pairwise(cuts))
@@ -347,6 +362,7 @@ def _planned(
         slowest,
         [sum(updates[position::positions]) for position in range(positions)],
         [sum(reduces[position::positions]) for position in range(positions)],
+        2 * sum(option.output_seconds[cut] for cut in cuts[1:-1]),
     )
     return Interleaved(step, shape, cuts, memory, updates, reduces)
 
@@ -355,7 +371,7 @@ def _even_cuts(
     option: StageOption, num_chunks: int, slowest: float, effort: Effort
 ) -> tuple[int, ...]:
     """The cuts with the least sum of squared times, no chunk slower than the cap."""
-    seconds = stage_seconds(option)
+    seconds = _chunk_seconds(option)
     squares = np.where(seconds <= slowest * (1 + 1e-12), np.square(seconds), inf)
     least = np.where(np.arange(len(seconds)) == 0, 0.0, inf)
     parents = []
@@ -384,7 +400,7 @@ def _fastest_that_fits(shape: InterleavedShape, work: _Work) -> tuple[int, ...] 
     A larger cap allows all cuts of a smaller one, so bisection is right. Where the work is spent,
     a cut that fits may be missed.
     """
-    caps = np.unique(stage_seconds(shape.option))
+    caps = np.unique(_chunk_seconds(shape.option))
     caps = caps[np.isfinite(caps)]
     found = _that_fit(shape, inf, work)
     low, high = 0, len(caps) - 1
@@ -404,7 +420,7 @@ def _that_fit(shape: InterleavedShape, cap: float, work: _Work) -> tuple[int, ..
     What a position holds only grows with more chunks, so a branch ends where it is too much.
     """
     option, chunks = shape.option, shape.num_chunks
-    seconds, size = stage_seconds(option), len(option.seconds) - 1
+    seconds, size = _chunk_seconds(option), len(option.seconds) - 1
     room = (option.memory_bytes or inf) * ROOM
 
     def next_ends(cuts: list[int]) -> Iterator[int]:
