@@ -80,8 +80,8 @@ def counted_step(plan: Plan, problem: ParallelProblem) -> float:
 
     Its passes and messages (``_passes_seconds``), then the slowest update and all-reduce.
     Interleaved 1F1B with v chunks on each of p positions: v m + p - 1 passes of the slowest chunk,
-    the messages of one microbatch there and back, then the slowest update and all-reduce of a
-    position's chunks together. A message that takes longer than a third of a chunk's
+    and the messages of one microbatch there and back. Then follow the slowest update and all-reduce
+    of a position's chunks together. A message that takes longer than a third of a chunk's
     passes counts for the rest of it in each of them.
     """
     held = [_held_with(plan, number) for number in range(plan.num_positions)]
