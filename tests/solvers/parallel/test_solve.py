@@ -184,6 +184,25 @@ def test_replicas_share_weights_where_it_is_fastest(problem: ParallelProblem) ->
     assert not is_proved(problem, expected * (1 + 1e-6), priced.priced)
 
 
+def test_what_is_missing_counts_as_many_replicas_as_share_weights() -> None:
+    """A layer of 1 MiB takes 4 with its states alone; 4/d and 2 where d replicas share all."""
+    problem = replace(two_types(), optimizer=ADAM, recompute=("none",), shards=("all",))
+    (pool, _), (sizes, _), mib = problem.pools, problem.sizes, 1 << 20
+    pool = replace(pool, times=pool.times[:1], num_devices=12, memory_bytes=3 * mib)
+    sizes = replace(sizes, stashed_bytes=(0.0,) * 4)
+    problem = replace(problem, sizes=(sizes,), pools=(pool,))
+    with pytest.raises(InfeasibleError, match="every device lacks") as refused:
+        solve(problem)
+    assert "take 16 fast (the fewest that do)" in (refused.value.hint or "")
+    enough = replace(problem, pools=(replace(pool, num_devices=16),))
+    plan = solve(enough)
+    assert check(plan, enough).bound == "replayed"
+    assert [stage.num_replicas for stage in plan.stages] == [4] * 4
+    less = replace(pool, memory_bytes=2 * mib + mib // 8)  # sixteen replicas, one for each sample
+    with pytest.raises(InfeasibleError, match=f"alone needs {mib // 8:,} bytes more than any"):
+        solve(replace(problem, pools=(less,)))
+
+
 def test_a_small_device_beside_a_large_one_keeps_less_of_the_state() -> None:
     """Of 4 layers each device holds weights and gradients (8 MiB) and what a sample keeps."""
     problem = replace(two_types(), optimizer=ADAM, shards=("optimizer",), most_stages=1)
