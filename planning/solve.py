@@ -397,6 +397,7 @@ def _with_origin(plan: Plan, question: Question) -> Plan:
         and profile.sync.bound_seconds is not None
         and profile.device_type in used
         and plan.num_devices > 1
+        and plan.shard is None  # shares count gathers and reductions over links
     )
     origin = {**(plan.provenance or {}), "pool": question.pool_name}
     return dataclasses.replace(plan, emulated=emulated, sync_bounds=bounds, provenance=origin)
