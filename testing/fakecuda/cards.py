@@ -44,6 +44,7 @@ CARDS = {
     "RTX6000Ada": Card("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada-48GB", (8, 9), 142, 48 * GIB),
     "H100": Card("NVIDIA H100 80GB HBM3", "H100-SXM5-80GB", (9, 0), 132, 80 * GIB),
     "H100PCIe": Card("NVIDIA H100 PCIe", "H100-PCIE-80GB", (9, 0), 114, 80 * GIB),
+    "H200": Card("NVIDIA H200", "H200-SXM5-141GB", (9, 0), 132, 131 * GIB),
     "B200": Card("NVIDIA B200", "B200-SXM6-180GB", (10, 0), 148, 167 * GIB),
     "RTX5090": Card("NVIDIA GeForce RTX 5090", "RTX-5090-32GB", (12, 0), 170, 32 * GIB),
     "MI210": Card("AMD Instinct MI210", "MI210-64GB", (9, 0), 104, 64 * GIB),
