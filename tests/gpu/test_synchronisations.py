@@ -131,11 +131,13 @@ STEPS = {
     "parallel": "gpt:inf",
     "replicas": "gpt:2",
     "unlike": "gpt:",
+    "weights": "gpt:2",
 }
 DEGREES = {
     "parallel": [(FIRST, (2,)), (LAST, (2,))],
     "replicas": [(FIRST, (1, 1)), (LAST, (1, 1))],
     "unlike": [(WHOLE, (2, 1, 1))],
+    "weights": [(FIRST, (1, 1)), (LAST, (1, 1))],
 }
 
 
@@ -143,9 +145,12 @@ def plan_on(kind: str, name: str) -> Plan:
     """A plan for four workers: stages on replicas, on tensor-parallel groups, or on both."""
     if name in DEGREES:
         plan = parallel_plan(DEGREES[name])
-        groups = [[replace(r, device_type=kind) for r in stage.replicas] for stage in plan.stages]
-        cut = zip(plan.stages, groups, strict=True)
-        return replace(plan, stages=tuple(replace(s, replicas=tuple(r)) for s, r in cut))
+        shard, share = ("all", 1) if name == "weights" else (None, None)
+        stages = []
+        for s in plan.stages:
+            own = (replace(r, device_type=kind, state_share_bytes=share) for r in s.replicas)
+            stages.append(replace(s, replicas=tuple(own), shard=shard))
+        return replace(plan, stages=tuple(stages))
     layers = {"1f1b": BRANCH2, "interleaved": CHAIN4}.get(name, CHAIN2)
     made = make_plan(name, layers, (2, 2), 8 if name == "interleaved" else 6)
     return replace(made, stages=tuple(with_replicas(s, device_type=kind) for s in made.stages))
