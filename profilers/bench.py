@@ -18,6 +18,7 @@ from ..devices.backend import backend_of, is_out_of_memory
 from ..devices.host import TORCH_DEVICE
 from ..planning.costs.memory import COMPARED_BYTES
 from ..runtime.emulation import PassHolder
+from ..runtime.nested_tensors import tensors_in
 from ..schema.errors import TargetError
 from .batch_curve import SizeResult
 from .layer_memory import footprint
@@ -124,7 +125,7 @@ class Bench:
             batch_size=batch_size,
             timing=timing,
             wall_seconds=sorted(walls)[len(walls) // 2],
-            peak_memory_bytes=self.peak_memory_bytes() + self._more_in_training(taken),
+            peak_memory_bytes=self.peak_memory_bytes() + self._more_in_training(batch, taken),
             fragmentation_bytes=self.backend.fragmentation_bytes(self._torch_device),
             beside_bytes=self.beside_bytes(),
             **taken,
@@ -158,11 +159,11 @@ class Bench:
             "moments": watch.moments(),
         }
 
-    def _more_in_training(self, taken: dict[str, Any]) -> int:
+    def _more_in_training(self, batch: Any, taken: dict[str, Any]) -> int:
         """What a step of hetflow's takes more than the target's own, where its parts are known.
 
-        The runtime keeps a copy of each buffer, and one for each virtual node of what passes
-        change: batch norm's statistics. One virtual node is counted.
+        The runtime copies samples a pass ahead. It keeps a copy of each buffer, and one for each
+        virtual node of what passes change: batch norm's statistics. One virtual node is counted.
         """
         if not taken:
             return 0
@@ -170,7 +171,8 @@ class Bench:
 
         own: int = max(taken["pass_bytes"], taken["update_bytes"])
         waiting: int = taken["buffered_pass_bytes"]
-        copies = sum(
+        copies = sum(_in_blocks(tensor.nbytes) for tensor in tensors_in(batch))
+        copies += sum(
             _in_blocks(buffer.nbytes) * (1 + isinstance(module, _NormBase))
             for module in self.model.modules()
             for buffer in module.buffers(recurse=False)
