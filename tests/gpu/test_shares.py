@@ -10,7 +10,7 @@ from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.tests.testing.hosts import GpuHost
 
-RESERVE_BYTES = 40 << 20
+RESERVE_BYTES = 41 << 20
 TARGET = """
 import torch
 from torch import nn
