@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schema import files
-from ..schema.choices import Activations
 from ..schema.errors import FileError, ProblemError
 from ..schema.optimizer import named_optimizer
-from ..schema.options import option
+from ..schema.options import Activations, option
 from ..schema.profile import Profile
 from ..schema.requests.profile import ProfileRequest
 from .calls import takes

@@ -25,7 +25,7 @@ from torch.nn import functional
 from hetflow.devices.backend import backend_of
 from hetflow.profilers.zoo.models import GPT
 from hetflow.runtime.activations import treated
-from hetflow.schema.choices import Activations
+from hetflow.schema.options import Activations
 
 LARGE = {"vocabulary": 16384, "max_tokens": 1024, "depth": 18, "num_heads": 16, "channels": 2048}
 SMALL = {"vocabulary": 128, "max_tokens": 32, "depth": 4, "num_heads": 4, "channels": 64}

@@ -16,7 +16,7 @@ from torch import nn
 from hetflow.profilers.zoo.models import resnet18
 from hetflow.runtime.agreement.agreement import KnownParameters, SettingsNumber
 from hetflow.runtime.agreement.verdict import fingerprint
-from hetflow.runtime.digest import digest_of
+from hetflow.runtime.nested_tensors import digest_of
 
 
 def cpu_seconds(function: Callable[[], object], rounds: int) -> float:

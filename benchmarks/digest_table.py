@@ -342,7 +342,7 @@ def train(  # type: ignore[no-untyped-def]
     from torch.utils.data import DataLoader
 
     from hetflow import runtime as hf
-    from hetflow.runtime.digest import digest_of
+    from hetflow.runtime.nested_tensors import digest_of
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)

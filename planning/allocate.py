@@ -3,11 +3,10 @@
 from dataclasses import replace
 from typing import Literal
 
-from ..schema.choices import Placement
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, TooLittleTimeError
 from ..schema.jobs import Allocation, AllocationProblem, Jobs, Throughputs, consolidated_devices
-from ..schema.options import option
+from ..schema.options import Placement, option
 from ..solvers.effort import OutOfTimeError, never
 from .checks.allocation import check
 from .inputs import spelled_as

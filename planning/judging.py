@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
-from ..schema.choices import Shard
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, ProblemError
 from ..schema.optimizer import OptimizerState
-from ..schema.options import option
+from ..schema.options import Shard, option
 from ..schema.parallel import ParallelProblem
 from ..schema.pipeline import PipelineProblem
 from ..schema.plan import ParallelCertificate, Plan, Restrictions, devices_for

@@ -1,20 +1,135 @@
 """What is asked of a plan: the request, with profiles, pool and optimizer as records."""
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState, named_optimizer
-from ..schema.options import option
+from ..schema.options import asked_of, command, option, told
 from ..schema.problem import Problem
 from ..schema.profile import Profile
-from ..schema.requests.solve import SolveRequest
+from ..schema.requests.solve import PIPELINES, SPLITS, SolveRequest
 from ..schema.schedule import is_planned, planned_schedules
 from ..schema.spelling import did_you_mean
 from .inputs import name_of, pool_of, profiles_of, under_todays_names
 from .limits import SolveLimits
-from .options import Given, Kind, Planner, given
+
+# Which options of a request have an effect: each field of ``SolveRequest`` says who reads it.
+#
+# An option that was given and that no planner in question reads is refused.
+
+
+Kind = Literal["split", "pipeline", "parallel"]
+Planner = Literal["split", "milp", "waste", "sharded", "pipeline", "repetitive", "parallel"]
+
+_PLANS = {
+    "split": "exact splits",
+    "milp": "splits by the MILP",
+    "waste": "splits by waste",
+    "sharded": "splits that share states",
+    "pipeline": "pipelines",
+    "repetitive": "pipelines planned with {repetitive}",
+    "parallel": "parallel plans",
+}
+_CHOSEN_BY = {
+    "split": "{strategy=split}",
+    "milp": "{method=cbc|highs}",
+    "waste": "{objective=waste}",
+    "sharded": "{shard=auto}",
+    "pipeline": "{strategy=pipeline}",
+    "repetitive": "{strategy=pipeline} {schedule=2bw} {repetitive=True}",
+    "parallel": "{strategy=parallel}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An option that was given: who reads its value, and what it does to a comparison.
+
+    An option that ``narrows`` asks for something of the plan, such as a number of stages. Where
+    several kinds of plans are compared, only those that read it stay. Other options say how some
+    of the kinds are to be planned, and leave the comparison as it is.
+    """
+
+    name: str
+    value: object
+    read_by: tuple[str, ...]
+    narrows: bool
+
+    def __str__(self) -> str:
+        return option(self.name, self.value)
+
+
+def given(request: SolveRequest) -> Iterator[Given]:
+    """Yield the options of a request that were given, and that not all plans read.
+
+    Those are what differs from the default, and what the request says was stated.
+    """
+    for asked in asked_of(SolveRequest):
+        said, value = asked.option, getattr(request, asked.name)
+        if not (said.read_by or said.values):
+            continue
+        if value == asked.default and asked.name not in request.stated:
+            continue
+        shown = value if value is False or isinstance(value, str) or value in said.values else None
+        narrows = said.narrows and value not in said.open_values
+        yield Given(asked.name, shown, said.values.get(value, said.read_by), narrows)
+
+
+def refuse_unread(asked: Collection[Given], tried: Collection[str], why_no_others: str) -> None:
+    """Refuse an option that none of the planners that would be tried reads.
+
+    Raises:
+        ProblemError: Names the option, who reads it, and what would make it count.
+    """
+    for one in asked:
+        if not set(one.read_by) & set(tried):
+            raise _unread(one, tried, why_no_others)
+
+
+def _unread(one: Given, tried: Collection[str], why_no_others: str) -> ProblemError:
+    message = f"{one} is for {_plans(one.read_by)}: it has no effect on {_plans(tried, one)}"
+    if why_no_others and not set(one.read_by) & set(SPLITS):
+        return ProblemError(
+            f"{message}, and {why_no_others}",
+            hint=f"leave it out, or profile the layers ({command('profile', layers=True)})",
+        )
+    return ProblemError(message, hint=f"leave it out, or {_way(one.read_by, tried)}")
+
+
+def _plans(planners: Collection[str], beside: Given | None = None) -> str:
+    """Name the plans of several planners.
+
+    All planners of a kind are named by the kind. So is one alone if ``beside``, an option that it
+    does not read, is read by no planner of that kind.
+    """
+    left, names = list(planners), []
+    for whole, name in ((SPLITS, "splits"), (PIPELINES, "pipelines")):
+        apart = beside is None or set(beside.read_by) & set(whole)
+        if set(whole) <= set(left) or (set(whole) & set(left) and not apart):
+            left = [planner for planner in left if planner not in whole]
+            names.append(name)
+    names += [told(_PLANS[planner]) for planner in left]
+    return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1]
+
+
+def _way(read_by: Collection[str], tried: Collection[str]) -> str:
+    """What to change so that one of ``read_by`` is asked instead of ``tried``."""
+    if "repetitive" in tried and "pipeline" in read_by:
+        return told("leave {repetitive} out")
+    if "pipeline" in tried and "repetitive" in read_by:
+        return told("add {repetitive=True} {schedule=2bw}")
+    if "split" in read_by and set(tried) & {"milp", "waste"}:
+        return "take the exact method and objective of splits"
+    ways = []
+    for planner in read_by:
+        covered = planner in ("milp", "waste", "sharded") and "split" in read_by
+        if not covered and not (planner == "repetitive" and "pipeline" in read_by):
+            ways.append(_CHOSEN_BY[planner])
+    return told("add " + " or ".join(ways))
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ import logging
 from functools import partial
 from typing import Any, get_args
 
-from ..schema.choices import Shard
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.layers import cannot_spread
-from ..schema.options import asked_of, option
+from ..schema.options import Shard, asked_of, option
 from ..schema.plan import EmulatedDevice, PassTime, Plan, Restrictions, SyncBound
 from ..schema.problem import ShardedProblem, SplitProblem
 from ..schema.profile import MemoryReserve, Profile
@@ -18,10 +17,9 @@ from .costs.memory import reserve_of
 from .inputs import flat
 from .judging import confirmed
 from .limits import TimeShares
-from .options import Kind, refuse_unread
 from .plan_dollars import priced
 from .pool_parts import Parts, best_of_parts, parts_of
-from .request import Question
+from .request import Kind, Question, refuse_unread
 
 _log = logging.getLogger("hetflow")
 

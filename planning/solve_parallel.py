@@ -4,10 +4,10 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from ..schema.choices import Shard
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.layers import LayerTrace, cannot_spread
+from ..schema.options import Shard
 from ..schema.parallel import ParallelProblem
 from ..schema.plan import Plan
 from ..schema.problem import Problem

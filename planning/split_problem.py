@@ -5,11 +5,10 @@ from dataclasses import replace
 from math import ceil, gcd
 from typing import Any
 
-from ..schema.choices import Shard
 from ..schema.cluster import Cluster, Link
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import OptimizerState
-from ..schema.options import option
+from ..schema.options import Shard, option
 from ..schema.problem import (
     DeviceCosts,
     DeviceOption,

@@ -25,9 +25,8 @@ from ..runtime.activations import treated
 from ..runtime.emulation import PassHolder
 from ..runtime.measurements import reference_seconds
 from ..runtime.setup import keep_freed_memory
-from ..schema.choices import Activations
 from ..schema.errors import HetflowError
-from ..schema.options import option
+from ..schema.options import Activations, option
 from ..schema.plan import PassTime
 from . import targets
 from .bench import Bench

@@ -13,10 +13,9 @@ from typing import Any
 from .. import __version__
 from ..planning.costs.device_table import DeviceSpec, spec_of
 from ..planning.costs.estimate import RESERVE_BYTES, Estimator, carried_profile, estimated_profile
-from ..schema.choices import Activations, Precision
 from ..schema.errors import HetflowError, ProblemError, TargetError
 from ..schema.layers import ModelCounts, PassCounts
-from ..schema.options import option
+from ..schema.options import Activations, Precision, option
 from ..schema.profile import Profile
 from ..schema.records import adapter_of
 from .batch_curve import growing_sizes

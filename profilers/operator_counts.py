@@ -19,7 +19,6 @@ from typing import Any
 
 from ..devices.host import TORCH_DEVICE
 from ..runtime.nested_tensors import mapped, storage_key, tensors_in
-from ..schema.choices import Activations, Precision
 from ..schema.errors import TargetError
 from ..schema.layers import (
     CoreCounts,
@@ -31,7 +30,7 @@ from ..schema.layers import (
     TensorRole,
 )
 from ..schema.optimizer import OptimizerState
-from ..schema.options import option
+from ..schema.options import Activations, Precision, option
 from . import targets
 from .bench import Bench
 from .layer_memory import StorageLedger

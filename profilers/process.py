@@ -24,11 +24,10 @@ from ..devices.cpu import DEVICE_TYPE
 from ..runtime.measurements import StepTimes
 from ..runtime.preload import VARIABLE, Forked, Preload
 from ..schema import files
-from ..schema.choices import Activations
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig
 from ..schema.layers import PassMoment
-from ..schema.options import option
+from ..schema.options import Activations, option
 from ..schema.plan import PassTime
 from ..schema.profile import BatchPoint
 from .batch_curve import SizeResult

@@ -13,9 +13,9 @@ from .. import __version__
 from ..devices.backend import DeviceRequest
 from ..devices.local import pinned
 from ..devices.memory import free_memory_bytes
-from ..schema.choices import Activations
 from ..schema.errors import HetflowError, TargetError
 from ..schema.optimizer import OptimizerState
+from ..schema.options import Activations
 from ..schema.profile import (
     CURVES,
     BatchPoint,

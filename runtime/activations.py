@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from ..schema.choices import Activations
 from ..schema.errors import TargetError
+from ..schema.options import Activations
 from .nested_tensors import tensors_in
 from .offload import Stash, lane_of
 from .repeated_layers import repeated_layers

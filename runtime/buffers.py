@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..runtime import peers
 from ..schema.errors import TargetError
-from .digest import byte_view
 from .group import Place, gathered
 from .log import log
+from .nested_tensors import byte_view
 
 AllReduce = Callable[[Tensor], object]
 

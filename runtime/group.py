@@ -20,11 +20,10 @@ from ..devices.collectives import HOST_COLLECTIVE, choose_collective, is_on_devi
 from ..devices.cpu import base_type
 from ..devices.host import TORCH_DEVICE
 from ..devices.local import device_of_type, own_type
-from ..schema.choices import Activations
 from ..schema.errors import HetflowError, LaunchError, PeerLostError, TargetError
 from ..schema.files import to_json
 from ..schema.launch import Determinism, WorkerSlot
-from ..schema.options import option
+from ..schema.options import Activations, option
 from ..schema.records import Name, adapter_of, record
 from . import peers
 from .elastic.control import Control

@@ -1,9 +1,13 @@
-"""Tensors inside what a module takes or gives: tuples, lists, dicts and dataclasses, nested."""
+"""Tensors inside what a module takes or gives, nested in containers; digests of named tensors."""
 
 import copy
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 # Which memory tensors lie in.
 
@@ -55,3 +59,38 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 def _names(value: Any) -> list[str]:
     is_one = is_dataclass(value) and not isinstance(value, type)
     return [field.name for field in fields(value)] if is_one else []
+
+
+# A digest is equal for two runs if, and only if, they ended with the same bits.
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor as a flat uint8 tensor; a view where the tensor is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class InPieces(NamedTuple):
+    """A tensor whose values come in pieces, in order, each on any device."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Iterable[Tensor]
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 (hexadecimal) over names, dtypes, shapes and bytes, in order of names."""
+    return digest_of_pieces(
+        InPieces(name, tensors[name].dtype, tuple(tensors[name].shape), [tensors[name]])
+        for name in sorted(tensors)
+    )
+
+
+def digest_of_pieces(tensors: Iterable[InPieces]) -> str:
+    """``digest_of`` for tensors given in order of names; one piece is in memory at a time."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
+        for piece in tensor.pieces:
+            digest.update(byte_view(piece.cpu()).numpy().data)  # copies no host memory
+    return digest.hexdigest()

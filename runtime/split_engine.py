@@ -24,10 +24,10 @@ from .checkpoints.checkpoint import shapes_of
 from .checkpoints.restoring import load_optimizers, load_parameters
 from .data import Pass, copied
 from .determinism import is_invariant, refusal_of, seed_streams, streams_kept
-from .digest import digest_of
 from .engine import LossFunction, Step
 from .gradients import GradientReducer, ScriptHooks
 from .group import Place
+from .nested_tensors import digest_of
 from .outputs import OutputsOfBatch, in_order, message_of
 from .promise.promise import Promise
 from .session import Session

@@ -18,7 +18,7 @@ from ..devices.collectives import current_wire_device
 from ..schema.errors import TargetError
 from . import peers
 from .checkpoints.checkpoint import ALIGNMENT, DTYPES, bytes_of, copy_to_host, decode, encode
-from .digest import byte_view
+from .nested_tensors import byte_view
 
 CHUNK_BYTES = 64 << 20
 """Bytes of one transfer: small tensors are joined, large ones cut."""

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .choices import Placement
 from .errors import ProblemError
 from .frames import Rows, Shown, fields_table
+from .options import Placement
 from .records import (
     Count,
     Dollars,

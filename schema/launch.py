@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from .choices import Activations, Shard
 from .cluster import Cluster
 from .errors import ProblemError, TargetError
 from .layers import LayerTrace
 from .optimizer import OptimizerState
-from .options import option, options
+from .options import Activations, Shard, option, options
 from .plan import EmulatedDevice
 from .records import Bytes, Count, Index, Name, Ratio, Seconds, record
 from .schedule import Kind, ScheduleTraits, traits

@@ -5,9 +5,9 @@ import re
 from dataclasses import field
 from typing import Any, Literal
 
-from .choices import Activations
 from .errors import ProblemError
 from .optimizer import OptimizerState
+from .options import Activations
 from .records import Bytes, Count, Index, Name, NonNegative, adapter_of, record
 
 TraceWay = Literal["fx", "export", "hooks"]

@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 from math import log2
 from typing import Any, Literal
 
-from .choices import Shard
 from .errors import ProblemError
 from .optimizer import OptimizerState
+from .options import Shard
 from .records import Bytes, Count, Name, NonNegative, PositiveBytes, Seconds, record
 from .schedule import DEFAULT_SCHEDULE, traits
 

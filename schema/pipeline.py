@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from .choices import StageCost
 from .errors import ProblemError
 from .optimizer import OptimizerState
-from .options import option
+from .options import StageCost, option
 from .records import Bytes, Count, Index, Name, PositiveBytes, PositiveRate, Ratio, Seconds, record
 from .schedule import DEFAULT_SCHEDULE, ScheduleTraits, planned_schedules, traits
 

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from .choices import Activations, Shard, StageCost
 from .cluster import Cluster
 from .errors import ProblemError
 from .frames import Rows, Shown, fields_table, listed
 from .layers import LayerTrace
 from .optimizer import OptimizerState
-from .options import option
+from .options import Activations, Shard, StageCost, option
 from .parallel import Recompute
 from .pipeline import Solved, WorkerCount, check_microbatches
 from .profile import Estimate, MemoryReserve

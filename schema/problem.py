@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .choices import Activations, Shard
 from .cluster import Cluster
 from .errors import InfeasibleError, ProblemError
 from .optimizer import OptimizerState
-from .options import option
+from .options import Activations, Shard, option
 from .profile import BatchPoint, Profile, Sync, curves_of
 from .records import Bytes, Count, Name, PositiveBytes, PositiveRate, Ratio, Seconds, record
 from .spelling import did_you_mean

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from .choices import Activations, Precision
 from .errors import ProblemError
 from .frames import Rows, Shown, fields_table
 from .layers import LayerTrace, PassMoment
 from .optimizer import OptimizerState
+from .options import Activations, Precision
 from .records import (
     Bytes,
     Count,

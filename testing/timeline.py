@@ -27,8 +27,8 @@ from ..planning.costs.efficiency import FITTED
 from ..planning.costs.estimate import LINK_LATENCY_SECONDS
 from ..planning.costs.roofline import Efficiency, operator_seconds
 from ..profilers.operator_counts import counted_call
-from ..schema.choices import Precision
 from ..schema.layers import Operator
+from ..schema.options import Precision
 
 # By the names of torch's backends: as planning names them.
 _COLLECTIVES: dict[str, Collective] = {

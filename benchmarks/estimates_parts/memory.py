@@ -10,7 +10,7 @@ from pathlib import Path
 from hetflow.planning.costs.estimate import RESERVE_BYTES
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
-from hetflow.schema.choices import Precision
+from hetflow.schema.options import Precision
 
 _MODEL = f"{Path(__file__).with_name('published_models.py')}:bert_large"
 _MIB = 2**20

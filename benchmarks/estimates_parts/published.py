@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hetflow.planning.costs.device_table import spec_of
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
-from hetflow.schema.choices import Precision
 from hetflow.schema.layers import Operator
+from hetflow.schema.options import Precision
 
 from .measured import ADAM_BYTES, Measured
 from .megatron import Shape, block_counts, head_counts

@@ -18,11 +18,11 @@ from ...planning.inputs import profiles_of
 from ...planning.request import question_of
 from ...planning.solve import solve
 from ...runtime.protocol.lower import lower
-from ...schema.choices import Strategy
 from ...schema.cluster import Cluster
 from ...schema.errors import FileError, InfeasibleError, ProblemError
 from ...schema.files import to_plain
 from ...schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
+from ...schema.options import Strategy
 from ...schema.plan import Plan
 from ...schema.profile import Profile
 from ...schema.requests.solve import SolveRequest

@@ -16,13 +16,12 @@ from pydantic import Field
 from ...planning.even_split import entry_with
 from ...planning.inputs import model_of, profiles_of
 from ...runtime.protocol.lower import check_pipeline_level
-from ...schema.choices import Strategy
 from ...schema.cluster import Cluster
 from ...schema.errors import FileError, InfeasibleError, ProblemError
 from ...schema.files import from_json, read, to_json, to_plain
 from ...schema.jobs import Entity, Jobs, ModelThroughput, Throughputs
 from ...schema.launch import Determinism
-from ...schema.options import option, options
+from ...schema.options import Strategy, option, options
 from ...schema.records import Count, Index, Name, Positive, PositiveSeconds, record
 from ...schema.spelling import did_you_mean
 from ..engines.accounts import Account

@@ -1,4 +1,4 @@
-"""Draw a timed pipeline schedule: for the terminal, as SVG, or as one HTML file.
+"""Draw a timed pipeline schedule: for the terminal, as SVG, as one HTML file, or as papers note it.
 
 There is one row per rank, and time goes to the right, as in the papers' figures. Forward passes,
 backward passes and weight gradients differ in fill and colour. The number in a bar is the
@@ -6,15 +6,26 @@ microbatch (from 0); a letter after it is the model chunk, where a rank holds se
 """
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from html import escape
 from math import floor, log10
 from typing import Any
 
+from ...planning.schedules.assemble import Pass, PassOrder, assemble
 from ...planning.schedules.counting import peak_weight_versions
-from ...planning.schedules.text import pass_name
 from ...planning.schedules.timing import Span, Timing
-from ...schema.schedule import DIFFERENTIATING, PASSES, SENDS, Kind, Operation, message_of
+from ...schema.errors import ProblemError
+from ...schema.schedule import (
+    DIFFERENTIATING,
+    PASSES,
+    SENDS,
+    Kind,
+    Operation,
+    Placement,
+    Schedule,
+    message_of,
+)
 from .grid import most_characters
 
 _FILLS = {
@@ -327,3 +338,99 @@ def _arrows(timing: Timing) -> Iterator[Event]:
             at = float(used[0] * _MICROSECONDS)
             yield {**common, "ph": "f", "bp": "e", "tid": 2 * used_on, "ts": at}
             number += 1
+
+
+# Schedules in the papers' notation: one line per rank, ``F0 F1 BW0 ...``.
+#
+# ``F`` is a forward pass, ``BW`` a whole backward pass, ``B`` and ``W`` its two parts: the gradient
+# of the input and that of the weights. The number is the microbatch; ``.s`` is the stage, if a rank
+# holds several. ``F3&BW1`` are two passes that overlap.
+
+
+_LETTERS = {
+    "F": Kind.FORWARD,
+    "BW": Kind.BACKWARD,
+    "B": Kind.BACKWARD_INPUT,
+    "W": Kind.BACKWARD_WEIGHT,
+}
+_SHORT = {kind: letters for letters, kind in _LETTERS.items()}
+_PASS = re.compile(r"(F|BW|B|W)(\d+)(?:\.(\d+))?")
+
+
+def pass_name(kind: Kind, microbatch: int, stage: int | None = None) -> str:
+    """Return the name of a pass in this notation: ``BW3`` or ``BW3.5``."""
+    return f"{_SHORT[kind]}{microbatch}" + ("" if stage is None else f".{stage}")
+
+
+def to_text(schedule: Schedule) -> tuple[str, ...]:
+    """[ranks] the passes of a schedule in this notation; overlapped pairs are joined by &."""
+    lines = []
+    for operations, stages in zip(schedule.ranks, schedule.stages_of_rank, strict=True):
+        words: list[str] = []
+        for at, operation in enumerate(operations):
+            if operation.kind not in PASSES:
+                continue
+            stage = operation.stage if len(stages) > 1 else None
+            word = pass_name(operation.kind, operation.microbatch, stage)
+            if is_overlapped(operations, at):
+                words[-1] += f"&{word}"
+            else:
+                words.append(word)
+        lines.append(" ".join(words))
+    return tuple(lines)
+
+
+def is_overlapped(operations: Sequence[Operation], at: int) -> bool:
+    """Whether a pass forms an overlapped pair with the pass right before it.
+
+    It does if its gradient is received before the other pass starts, or if the other's result is
+    sent only after it.
+    """
+    if at == 0:
+        return False
+    before, operation = operations[at - 1], operations[at]
+    if before.kind is not Kind.FORWARD or operation.kind is not Kind.BACKWARD:
+        return False
+    needs = (Kind.RECEIVE_GRADIENT, operation.stage, operation.microbatch)
+    makes = (Kind.SEND_ACTIVATION, before.stage, before.microbatch)
+    ahead = [(op.kind, op.stage, op.microbatch) for op in operations[max(0, at - 3) : at]]
+    behind = [(op.kind, op.stage, op.microbatch) for op in operations[at + 1 : at + 3]]
+    return needs in ahead or makes in behind
+
+
+def from_text(
+    name: str, lines: Sequence[str], *, placement: Placement, num_microbatches: int
+) -> Schedule:
+    """Parse a schedule with one flush from this notation.
+
+    The result is not validated (`checks.schedule.validate` does), and has no bounds on memory.
+
+    Args:
+        name: Name of the new schedule.
+        lines: [ranks] the passes of each rank.
+        placement: [stages] the ranks that hold each stage.
+        num_microbatches: Number of microbatches.
+
+    Raises:
+        ProblemError: A word is not a pass, or lacks its stage although the rank holds several.
+    """
+    slots = [
+        [tuple(_read(word, rank, placement) for word in pair.split("&")) for pair in line.split()]
+        for rank, line in enumerate(lines)
+    ]
+    order = PassOrder(placement=placement, slots=slots, num_microbatches=num_microbatches)
+    return assemble(name, order)
+
+
+def _read(word: str, rank: int, placement: Placement) -> Pass:
+    match = _PASS.fullmatch(word)
+    if match is None:
+        raise ProblemError(f"rank {rank}: {word!r} is no pass; write F0, BW0, B0 or W0")
+    letters, microbatch, stage = match.groups()
+    held = [number for number, ranks in enumerate(placement) if rank in ranks]
+    if stage is None and len(held) != 1:
+        raise ProblemError(
+            f"rank {rank}: {word!r} names no stage but the rank holds {len(held)}; "
+            f"write {word}.STAGE"
+        )
+    return _LETTERS[letters], held[0] if stage is None else int(stage), int(microbatch)

@@ -5,11 +5,9 @@ from dataclasses import replace
 from math import fsum, inf
 
 from ...schema.jobs import Allocation, Certificate, Job
-from .allocation_bounds import floor, owed, priced_capacity
+from .allocation_bounds import bound_by_regions, floor, owed, priced_capacity, sum_of_ratios
 from .allocation_policies import Pool, finish_time_ratio, needed_throughput, spent_dollars
-from .allocation_regions import bound_by_regions, sum_of_ratios
-from .allocation_tree import Tree
-from .judges import JUDGES, Judge, Reached, tree_of_equals
+from .judges import JUDGES, Judge, Reached, Tree, tree_of_equals
 
 _HALVINGS = 200
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil
 
-from ...schema.choices import Shard
 from ...schema.errors import ProblemError
 from ...schema.layers import unit_of
+from ...schema.options import Shard
 from ...schema.parallel import (
     LinkCurve,
     ParallelPool,

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...schema.choices import Shard
 from ...schema.layers import unit_of
+from ...schema.options import Shard
 from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, Recompute
 from ...schema.plan import PricedPlans
 from . import definitions

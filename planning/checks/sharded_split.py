@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor, inf
 
-from ...schema.choices import Shard
+from ...schema.options import Shard
 from ...schema.plan import Plan, RefutedShares, SharesCertificate
 from ...schema.problem import ShardedDevices, ShardedProblem
 from ...schema.profile import BatchPoint

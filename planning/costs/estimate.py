@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...schema.choices import Precision
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.layers import (
     CoreCounts,
@@ -18,7 +17,7 @@ from ...schema.layers import (
     Operator,
     PassCounts,
 )
-from ...schema.options import option
+from ...schema.options import Precision, option
 from ...schema.profile import (
     CURVES,
     BatchPoint,
@@ -35,8 +34,7 @@ from .comm import Wire, collective_seconds
 from .device_table import DeviceSpec
 from .efficiency import ESTIMATED_ERROR, FITTED, RATIO_ERROR
 from .roofline import Efficiency, seconds_of
-from .sequence_layers import sequence_layers
-from .tensor_layers import ShardedLayer, degrees_of, sharded_layers
+from .tensor_layers import ShardedLayer, degrees_of, sequence_layers, sharded_layers
 
 RESERVE_BYTES = 2**30
 """Taken for the context, libraries' workspaces, communication buffers and fragmentation."""

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ...schema.choices import Precision
 from ...schema.layers import Operator
+from ...schema.options import Precision
 from .device_table import DeviceSpec
 
 Unit = Literal["vector", "tf32", "half"]

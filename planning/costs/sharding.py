@@ -10,8 +10,8 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from ...schema.choices import Shard
 from ...schema.layers import unit_of
+from ...schema.options import Shard
 from ...schema.plan import Prediction, ReplicaGroup
 from ...schema.problem import ShardedDevices, ShardedProblem
 from ...schema.profile import BatchPoint, LayerGraph

@@ -17,9 +17,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ...schema.choices import Shard
 from ...schema.errors import TargetError
-from ...schema.options import option
+from ...schema.options import Shard, option
 from .. import peers
 from ..agreement.agreement import CompareSchedule
 from ..checkpoints.checkpoint import copy_to_host

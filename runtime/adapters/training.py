@@ -43,14 +43,13 @@ from ...schema.options import option
 from ...schema.plan import Plan
 from .. import peers
 from ..agreement.agreement import CompareSchedule, KnownParameters, SharedTensors, WorkerComparison
-from ..digest import digest_of
 from ..emulation import PassHolder
 from ..finish import StopRequests, at_exit, leave, meet_all, part, report
 from ..gradients import Hooks, ScriptHooks
 from ..group import Place, gathered, join, make_group_of_one
 from ..log import log, speak
 from ..measurements import StepClock
-from ..nested_tensors import tensors_in
+from ..nested_tensors import digest_of, tensors_in
 from ..promise.promise import chain
 from ..protocol.environment import PLAN, Start, read_environment
 from ..session import Session

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..determinism import generator_of
-from ..digest import byte_view
+from ..nested_tensors import byte_view
 
 # Fingerprints of tensors: equal bits give equal numbers.
 #

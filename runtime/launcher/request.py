@@ -10,10 +10,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...schema.choices import OnFailure
 from ...schema.errors import FileError, LaunchError, TargetError
 from ...schema.launch import LaunchConfig
-from ...schema.options import option
+from ...schema.options import OnFailure, option
 from ...schema.plan import Plan
 from ...schema.requests.launch import LaunchingRequest
 from ..protocol.control import is_running

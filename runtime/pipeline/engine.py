@@ -23,10 +23,10 @@ from ...schema.schedule import PASSES, Kind, Operation
 from ..agreement.agreement import SharedTensors, leaves_of, nodes_of
 from ..data import Pass, called
 from ..determinism import key_of, seed_streams_by
-from ..digest import InPieces, digest_of_pieces
 from ..engine import LossFunction, Step
 from ..gradients import ScriptHooks
 from ..initial_values import fill
+from ..nested_tensors import InPieces, digest_of_pieces
 from ..protocol.lower import microbatches_of, schedule_of
 from ..session import Session
 from ..setup import check_same_shapes, final_tensors

@@ -23,10 +23,10 @@ from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import TargetError
 from .. import peers
 from ..checkpoints.checkpoint import shapes_of
-from ..digest import InPieces
 from ..group import Place
 from ..initial_values import fill, forget, initial_value
 from ..log import log
+from ..nested_tensors import InPieces
 from ..setup import move_optimizer_state
 from ..tensor.roles import Lanes
 from .cut import StageModule

@@ -23,8 +23,8 @@ from ...devices.collectives import wire_device
 from ...schema.errors import TargetError
 from .. import peers
 from ..buffers import AllReduce, BufferSlot, VirtualNodeBuffers, buffer_places
-from ..digest import InPieces
 from ..group import Place, subgroup
+from ..nested_tensors import InPieces
 from ..sharding.units import Units
 from .cores import AttentionCores
 from .cut import StageModule, writes

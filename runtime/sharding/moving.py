@@ -11,8 +11,7 @@ import torch
 
 from ...schema.launch import LaunchConfig
 from ..group import Place, gathered
-from .flats import Flat, cuts_of, parts_of
-from .passage import Part, Passage
+from .flats import Flat, Part, Passage, cuts_of, parts_of
 from .saving import shared_in
 from .states import SharedStates
 

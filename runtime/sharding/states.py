@@ -17,17 +17,15 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
-from ...schema.choices import Activations, Shard
 from ...schema.errors import TargetError
-from ...schema.options import option
+from ...schema.options import Activations, Shard, option
 from .. import peers
 from ..activations import treat
-from ..digest import InPieces, digest_of_pieces
 from ..gradients import Hooks
 from ..group import Place
 from ..initial_values import fill
 from ..invariant import Subtree
-from ..nested_tensors import tensors_in
+from ..nested_tensors import InPieces, digest_of_pieces, tensors_in
 from ..repeated_layers import layers_of, repeated_layers
 from ..session import Session
 from ..setup import check_same_shapes

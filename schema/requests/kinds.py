@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ..choices import OnFailure
 from ..cluster import Cluster
 from ..frames import Table
 from ..jobs import Allocation, Jobs, Throughputs
 from ..launch import Rendezvous
 from ..market import Availability, Capacity, Market, PriceHistory
 from ..optimizer import OptimizerState
+from ..options import OnFailure
 from ..plan import Plan
 from ..profile import Profile
 from ..records import (

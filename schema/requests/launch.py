@@ -3,8 +3,7 @@
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from ..choices import OnFailure
-from ..options import Option
+from ..options import OnFailure, Option
 from .simulate import POOL
 
 if TYPE_CHECKING:

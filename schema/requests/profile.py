@@ -3,8 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ..choices import Precision
-from ..options import Option
+from ..options import Option, Precision
 
 if TYPE_CHECKING:
     from pathlib import Path

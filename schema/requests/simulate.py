@@ -3,8 +3,7 @@
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ..choices import Placement
-from ..options import Option
+from ..options import Option, Placement
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -3,8 +3,16 @@
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
-from ..choices import AnyObjective, AnyShard, CostModelName, Method, Placement, StageCost, Strategy
-from ..options import Option
+from ..options import (
+    AnyObjective,
+    AnyShard,
+    CostModelName,
+    Method,
+    Option,
+    Placement,
+    StageCost,
+    Strategy,
+)
 from ..schedule import DEFAULT_SCHEDULE
 from .simulate import AT, MARKET, POOL
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...planning.costs.parallel_stage import gather_ratio, transfer_seconds
 from ...planning.schedules.closed_forms import one_f_one_b_seconds
-from ...schema.choices import Shard
+from ...schema.options import Shard
 from ...schema.parallel import ParallelProblem
 from ..effort import DEFAULT, Effort
 from .bound import Path, Relaxation

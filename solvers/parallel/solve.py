@@ -16,9 +16,8 @@ import numpy as np
 
 from ...planning.costs.parallel_stage import bubble_fraction
 from ...planning.costs.sharding import owners_seconds
-from ...schema.choices import Shard
 from ...schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
-from ...schema.options import option
+from ...schema.options import Shard, option
 from ...schema.parallel import ParallelPool, ParallelProblem, parallel_schedule
 from ...schema.plan import (
     ParallelCertificate,

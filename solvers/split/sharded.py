@@ -34,8 +34,8 @@ from ...planning.costs.sharding import (
     step_seconds,
     transfers,
 )
-from ...schema.choices import Activations, Shard
 from ...schema.errors import InfeasibleError
+from ...schema.options import Activations, Shard
 from ...schema.plan import Plan, Proof, RefutedShares, ReplicaGroup, SharesCertificate, split_plan
 from ...schema.problem import ShardedProblem
 from ...schema.profile import CURVES, BatchPoint, curves_of

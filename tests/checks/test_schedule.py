@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.formats.reports.timeline import from_text
 from hetflow.planning.checks.schedule import validate
 from hetflow.planning.schedules.registry import generate
-from hetflow.planning.schedules.text import from_text
 from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.schedule import PASSES, RECEIVES, SENDS, Kind, Operation, Schedule, repeat
 from hetflow.tests.profiles import examples

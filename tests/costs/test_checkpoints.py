@@ -5,8 +5,8 @@ from math import exp
 import pytest
 from scipy.optimize import minimize_scalar
 
-from hetflow.planning.costs.checkpoints import daly_seconds, lost_share, young_seconds
 from hetflow.schema.errors import ProblemError
+from hetflow.solvers.market.odds import daly_seconds, lost_share, young_seconds
 
 
 @pytest.mark.parametrize(("delta", "mean"), [(30.0, 9000.0), (300.0, 86400.0), (600.0, 3600.0)])

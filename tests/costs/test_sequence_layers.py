@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.planning.costs.sequence_layers import sequence_layers
-from hetflow.planning.costs.tensor_layers import sharded_layers
+from hetflow.planning.costs.tensor_layers import sequence_layers, sharded_layers
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
 from hetflow.schema.layers import LayerTable

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetflow.schema.choices import Shard
+from hetflow.schema.options import Shard
 
 from ..runtime import crafted
 

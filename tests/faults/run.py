@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hetflow.runtime.checkpoints.parts import is_complete
 from hetflow.schema import files
-from hetflow.schema.choices import Shard
+from hetflow.schema.options import Shard
 from hetflow.schema.plan import Plan
 from hetflow.tests import plan_parts
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime.digest import digest_of
+from hetflow.runtime.nested_tensors import digest_of
 
 folder, epochs, seconds, how = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
 torch.manual_seed(3)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime.digest import digest_of
+from hetflow.runtime.nested_tensors import digest_of
 from hetflow.tests.launcher.saved_log import Log
 
 NUM_SAMPLES, BATCH = 48, 16

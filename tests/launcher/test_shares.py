@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.choices import Shard
+from hetflow.schema.options import Shard
 from hetflow.schema.plan import Plan
 from hetflow.tests.runtime.sharded_plans import shared
 

@@ -14,9 +14,9 @@ from hetflow.runtime.launcher.supervisor import Regroup
 from hetflow.runtime.launcher.workers import Starter
 from hetflow.runtime.protocol.environment import DEVICE
 from hetflow.runtime.protocol.lower import lower
-from hetflow.schema.choices import OnFailure
 from hetflow.schema.errors import TargetError
 from hetflow.schema.launch import LaunchConfig, Rendezvous
+from hetflow.schema.options import OnFailure
 from hetflow.schema.plan import Plan
 
 from .test_dealing import gpu_of

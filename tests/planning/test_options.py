@@ -6,8 +6,7 @@ from typing import Any, get_args
 import pytest
 
 import hetflow
-from hetflow.planning.options import Planner, given
-from hetflow.planning.request import question_of
+from hetflow.planning.request import Planner, given, question_of
 from hetflow.planning.solve import solve
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import HetflowError, ProblemError

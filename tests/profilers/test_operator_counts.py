@@ -7,9 +7,9 @@ import torch
 
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model, tallied
-from hetflow.schema.choices import Precision
 from hetflow.schema.errors import TargetError
 from hetflow.schema.layers import ModelCounts, Operator
+from hetflow.schema.options import Precision
 
 LINEAR = """
 import torch

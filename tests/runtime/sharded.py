@@ -19,8 +19,8 @@ from hetflow.runtime.peers import SharedStore
 from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.sharding.flats import Flat
 from hetflow.runtime.sharding.states import SharedStates
-from hetflow.schema.choices import Activations, Shard
 from hetflow.schema.layers import unit_of
+from hetflow.schema.options import Activations, Shard
 from hetflow.tests.runtime import host_lane, model_kinds
 
 SHARES = ([1, 1, 1], [3, 0, 7])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hetflow.schema.choices import Shard
+from hetflow.schema.options import Shard
 from hetflow.schema.plan import Plan
 
 

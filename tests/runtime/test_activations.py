@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hetflow.runtime import offload
 from hetflow.runtime.activations import repeated_layers, treat, treated
-from hetflow.schema.choices import Activations
 from hetflow.schema.errors import TargetError
+from hetflow.schema.options import Activations
 from hetflow.tests.runtime.host_lane import HostLane, install
 
 

@@ -15,8 +15,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from hetflow.runtime.adapters.patching import check_version
 from hetflow.schema import files
-from hetflow.schema.choices import Shard
 from hetflow.schema.errors import TargetError
+from hetflow.schema.options import Shard
 from hetflow.schema.plan import Plan
 from hetflow.tests import programs
 from hetflow.tests.runtime.sharded_plans import shared

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hetflow.planning.costs.sequence_layers import sequence_layers
-from hetflow.planning.costs.tensor_layers import sharded_layers
+from hetflow.planning.costs.tensor_layers import sequence_layers, sharded_layers
 from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
 from hetflow.profilers.zoo.models import BERT, GPT

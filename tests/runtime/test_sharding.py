@@ -17,12 +17,11 @@ from torch import nn
 import hetflow
 from hetflow.runtime.launcher.mapping import same_nodes
 from hetflow.runtime.protocol.lower import lower
-from hetflow.runtime.sharding.flats import ALIGNMENT, cuts_of
-from hetflow.runtime.sharding.passage import sources
+from hetflow.runtime.sharding.flats import ALIGNMENT, cuts_of, sources
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema import files
-from hetflow.schema.choices import Shard
 from hetflow.schema.errors import PeerLostError, ProblemError, TargetError
+from hetflow.schema.options import Shard
 from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs

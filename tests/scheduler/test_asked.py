@@ -12,7 +12,7 @@ import pytest
 
 from hetflow.cli.main import run
 from hetflow.clusters.scheduler.history import usage
-from hetflow.clusters.scheduler.notices import Notices
+from hetflow.clusters.scheduler.serve import Notices
 from hetflow.clusters.scheduler.sharing import ClusterSettings
 from hetflow.clusters.scheduler.submission import array_indices, submit, submit_array, user_name
 from hetflow.clusters.scheduler.view import ask, queue

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from hetflow.formats.reports.timeline import from_text, to_text
 from hetflow.planning.checks.schedule import validate
 from hetflow.planning.schedules.counting import peak_in_flight, peak_weight_versions
 from hetflow.planning.schedules.registry import generate
-from hetflow.planning.schedules.text import from_text, to_text
 from hetflow.planning.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.schedule import Kind, Schedule
 from hetflow.tests.data import reference

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from hetflow.formats.reports.timeline import from_text, to_text
 from hetflow.planning.schedules.registry import generate
-from hetflow.planning.schedules.text import from_text, to_text
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.schedule import SCHEDULES, Kind
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.planning.checks.allocation import check
-from hetflow.planning.checks.allocation_regions import covers
+from hetflow.planning.checks.allocation_bounds import covers
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.jobs import (
     AllocationProblem,
