@@ -28,6 +28,7 @@ class OneWorker:
     """A training of one worker, which has the whole batch."""
 
     world_size = 1
+    sharing = None
 
     def __init__(self, num_samples: int) -> None:
         self.piece = BatchPart(num_samples, 0, num_samples, num_samples, ((0, num_samples),))

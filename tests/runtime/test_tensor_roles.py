@@ -151,7 +151,7 @@ def test_a_norm_of_each_head_gets_a_share_of_its_gradient_from_every_worker() ->
 def test_a_norm_that_was_told_is_answered_to_the_last_bit() -> None:
     two, largest = 1.2, 0.7
     assert two * (largest / two) != largest  # what a ratio alone would give
-    columns = Columns([("a", 0)], Lanes([(0,)], {}), torch.device("cpu"))
+    columns = Columns([[0]], torch.device("cpu"))
     table = columns.table(np.array([[1.0], [two], [0.9], [largest]]))
     told = ToldNorms(lambda: table, Place(Start(), None, torch.device("cpu")))
     told.take(table, set(NORMS))
