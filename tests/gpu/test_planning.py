@@ -107,8 +107,9 @@ def test_a_profile_of_two_types_and_a_plan_by_it(
             assert across.links.channel_bytes == 40 << 20
             for point in profile.batch_curve:
                 assert point.fragmentation_bytes is not None
+                # The loop's own comes in blocks of 2 MiB; training takes samples ahead, and more.
                 held = point.peak_memory_bytes + point.fragmentation_bytes
-                assert held % (2 << 20) == 0
+                assert 0 < held % (2 << 20) < 256 << 10
         if kind == host.types[0]:
             assert profile.sync is not None
             assert profile.links is not None
@@ -133,7 +134,8 @@ def test_a_profile_ends_its_curve_where_memory_does(software: GpuHost) -> None:
     profile = files.read(host.folder / "profiles/target.deferred.V100.json", Profile)
     assert profile.weight_bytes == 4 * (64 * 256 + 256 + 256 * 64 + 64)
     assert 64 <= profile.batch_curve[-1].batch_size <= 4096
-    assert max(point.peak_memory_bytes for point in profile.batch_curve) <= 4 << 20
+    # What training takes beside the loop that was measured is counted on top.
+    assert max(point.peak_memory_bytes for point in profile.batch_curve) <= (4 << 20) + (256 << 10)
 
 
 def test_a_model_that_does_not_fit_is_said_in_a_line(software: GpuHost) -> None:

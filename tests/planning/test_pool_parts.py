@@ -149,7 +149,7 @@ def grown(draw: st.DrawFn, strategy: str = "parallel") -> tuple[Cluster, Cluster
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=examples(9))
+@settings(max_examples=examples(5))
 @given(data=st.data(), batch_size=st.sampled_from((8, 16, 18)))
 @pytest.mark.slow
 def test_more_devices_memory_and_faster_links_never_make_a_proved_plan_slower(
