@@ -20,7 +20,7 @@ from typing import Any
 
 from hetflow.cli.main import run
 
-for module in ("common", "solve", "check", "allocate", "simulate", "files"):
+for module in ("common", "solve", "simulate", "files"):
     importlib.import_module(f"hetflow.cli.{module}")
 assert "highspy" not in sys.modules, "what highspy prints when it is loaded would not be seen"
 
