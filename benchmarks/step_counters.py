@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ from hetflow.testing.fakecuda import build
 from hetflow.tests.plan_parts import split_plan, whole_group
 from hetflow.tests.testing.hosts import software_environment
 
-WORKERS, SKIPPED = 2, 3
+WORKERS, SKIPPED = 2, 8  # steps 1, 2, 4, 8 and 16 test the loss
 # Samples of a worker, and counted steps.
 MODELS = {
-    "mlp": (32, 8),
-    "digits-cnn": (32, 8),
+    "mlp": (32, 7),
+    "digits-cnn": (32, 7),
     "resnet18": (2, 2),
     "gpt-small": (2, 4),
     "resnet50": (2, 1),
@@ -80,27 +80,57 @@ def measured(name: str, variant: str) -> dict[str, float]:
         folder = Path(text)
         environment = software_environment(",".join(["V100"] * WORKERS))
         script = [str(Path(__file__).resolve()), "--worker", name, variant, text]
-        run_ddp(script, environment) if variant == "ddp" else run_hetflow(
+        run_workers(script, environment) if variant == "ddp" else run_hetflow(
             script, name, variant, folder, environment
         )
         found: dict[str, float] = json.loads((folder / "counted.json").read_text())
         return found
 
 
-def run_ddp(script: list[str], environment: dict[str, str]) -> None:
+def run_workers(script: list[str], environment: Mapping[str, str]) -> None:
+    """Run a script's workers, which meet each other, to their end."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS)}
+    shared = {**environment, **meeting, "OMP_NUM_THREADS": "1"}
     workers = [
         subprocess.Popen(
             [sys.executable, *script],
-            env={**environment, **meeting, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env={**shared, **dict.fromkeys(("RANK", "LOCAL_RANK", "HETFLOW_SLOT"), str(rank))},
         )
         for rank in range(WORKERS)
     ]
-    for worker in workers:
-        if worker.wait():
-            raise SystemExit(f"DDP failed with exit code {worker.returncode}")
+    codes = [worker.wait() for worker in workers]
+    if any(codes):
+        raise SystemExit(f"{' '.join(script[1:-1])}: exit codes {codes}")
+
+
+def counted_steps(
+    step: Callable[[Any], object],
+    batches: Iterable[Any],
+    skipped: int,
+    counted: int,
+    columns: Sequence[str],
+) -> dict[str, float]:
+    """What a step counts, its CPU seconds and the peak, of those that follow the skipped ones."""
+    import torch
+
+    device_counts, times = sys.modules["_fakecuda"], []  # comes with torch
+    for index, batch in enumerate(batches):
+        if index == skipped:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            device_counts.reset_counts()
+        if index == skipped + counted:
+            break
+        began = time.process_time()
+        step(batch)
+        times.append(time.process_time() - began)
+    found = device_counts.counts()
+    row = {column: found.get(column, 0) / counted for column in columns}
+    row["cpu_seconds"] = statistics.median(times[skipped:])
+    row["peak_bytes"] = float(torch.cuda.max_memory_allocated())
+    return row
 
 
 def run_hetflow(
@@ -146,7 +176,6 @@ def work(name: str, variant: str, folder: str) -> None:
 
     from hetflow.profilers.zoo import factory_of
 
-    device_counts = sys.modules["_fakecuda"]  # comes with torch
     size, counted = MODELS[name]
     number = SKIPPED + counted + 1
     torch.manual_seed(0)
@@ -154,24 +183,11 @@ def work(name: str, variant: str, folder: str) -> None:
     made = make_batch(number * size * WORKERS)
     dataset = TensorDataset(*(made if isinstance(made, tuple | list) else (made,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    rank, times = int(os.environ["RANK"]), []
+    rank = int(os.environ["RANK"])
 
     def count(step: Callable[[Any], object], batches: Any) -> None:
-        for index, batch in enumerate(batches):
-            if index == SKIPPED:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                device_counts.reset_counts()
-            if index == number - 1:
-                break
-            began = time.process_time()
-            step(batch)
-            times.append(time.process_time() - began)
-        found = device_counts.counts()
+        row = counted_steps(step, batches, SKIPPED, counted, COLUMNS)
         if rank == 0:
-            row = {column: found.get(column, 0) / counted for column in COLUMNS}
-            row["cpu_seconds"] = statistics.median(times[SKIPPED:])
-            row["peak_bytes"] = float(torch.cuda.max_memory_allocated())
             Path(folder, "counted.json").write_text(json.dumps(row))
 
     if variant == "ddp":

@@ -10,23 +10,20 @@ Step and hidden share are the virtual clock's, of two V100 on NVLink. CPU second
 import argparse
 import json
 import os
-import socket
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+
+from step_counters import WORKERS, counted_steps, run_workers
 
 from hetflow.schema import files
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.testing import gpus
 from hetflow.testing.fakecuda import build
 
-WORKERS, WIDTH, LAYERS, SIZE = 2, 1024, 12, 32
+WIDTH, LAYERS, SIZE = 1024, 12, 32
 SKIPPED, COUNTED = 4, 6
 LIBRARIES = ("ddp", "fsdp2", "accelerate", "hetflow")
 MODES = ("eager", "compiled", "passes", "bf16", "fp16")  # "passes": two of them a step
@@ -73,30 +70,18 @@ def measured(library: str, mode: str) -> dict[str, float]:
         folder = Path(text)
         machine = gpus(",".join(["V100"] * WORKERS), folder)
         files.write(folder / "config.json", config_of(1 + (mode == "passes")))
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        meeting |= {"WORLD_SIZE": str(WORKERS), "HETFLOW_PLAN": str(folder / "config.json")}
-        workers = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--worker", library, mode, text],
-                env={**machine.environment, **meeting, **dict.fromkeys(RANKS, str(rank))},
-            )
-            for rank in range(WORKERS)
-        ]
+        run_workers(
+            [__file__, "--worker", library, mode, text],
+            {**machine.environment, "HETFLOW_PLAN": str(folder / "config.json")},
+        )
         # FSDP2 frees gradients to another stream than the optimizer's, which counts as a race here.
-        failed = any([worker.wait() for worker in workers])
-        faults = machine.faults if library == "hetflow" else []
-        if failed or faults:
-            raise SystemExit(f"{library}, {mode}: failed; {faults}")
+        if library == "hetflow" and machine.faults:
+            raise SystemExit(f"{library}, {mode}: {machine.faults}")
         found: dict[str, float] = json.loads((folder / "counted.json").read_text())
         timeline = machine.timeline()
         found["step_seconds"] = timeline.step_seconds
         found["hidden_share"] = timeline.hidden_share
         return found
-
-
-RANKS = ("RANK", "LOCAL_RANK", "HETFLOW_SLOT")
 
 
 def config_of(nodes: int) -> LaunchConfig:
@@ -128,20 +113,8 @@ def work(library: str, mode: str, folder: str) -> None:
     model = nn.Sequential(*blocks, nn.Linear(WIDTH, 8))
     x, y = torch.randn(SIZE * WORKERS * 16, WIDTH), torch.randint(8, (SIZE * WORKERS * 16,))
     step, batches = STEPPERS[library](model, (x, y), mode, passes)
-    device_counts, times = sys.modules["_fakecuda"], []
-    for index, batch in enumerate(batches):
-        if index == SKIPPED:
-            torch.cuda.synchronize()
-            device_counts.reset_counts()
-        if index == SKIPPED + COUNTED:
-            break
-        began = time.process_time()
-        step(batch)
-        times.append(time.process_time() - began)
-    found = device_counts.counts()
+    row = counted_steps(step, batches, SKIPPED, COUNTED, COLUMNS)
     if rank == 0:
-        row = {column: found.get(column, 0) / COUNTED for column in COLUMNS}
-        row["cpu_seconds"] = statistics.median(times[SKIPPED:])
         Path(folder, "counted.json").write_text(json.dumps(row))
 
 
