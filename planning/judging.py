@@ -149,12 +149,10 @@ def pool_of_plan(plan: Plan) -> Cluster:
 
 def _shards(plan: Plan) -> tuple[Shard | None, ...]:
     """What the replicas of a parallel plan's stages were free to share, or asked to."""
-    from .checks.parallel import shared_by
-
     proved = plan.proof.certificate
     if isinstance(proved, ParallelCertificate) and proved.shards:
         return proved.shards
-    return ((plan.restrictions and plan.restrictions.shard) or shared_by(plan),)
+    return ((plan.restrictions and plan.restrictions.shard) or plan.shared_states,)
 
 
 def view_of_plan(plan: Plan, problem: Problem) -> View:

@@ -13,7 +13,6 @@ from ..schema.plan import Plan
 from ..schema.problem import Problem
 from ..schema.requests.solve import SolveRequest
 from .apart import Apart, parts_to_tell_apart, told_apart
-from .checks.parallel import shared_by
 from .limits import TimeShares
 from .parallel_problem import chunks_of, degrees_of, parallel_keys, parallel_problem
 from .pipelines import say_obstacle, trace_for, with_origin
@@ -48,7 +47,7 @@ def best_parallel(question: Question, clock: TimeShares) -> Plan:
     for line in _unused_degrees(question):
         _log.warning(line)
     say_obstacle(trace, len(plan.stages))
-    problem = replace(problem, shards=(shared_by(plan),))  # of one kind with the plan
+    problem = replace(problem, shards=(plan.shared_states,))  # of one kind with the plan
     others = alternatives(problem, plan, asked.top - 1, clock.part(2).effort)
     degrees = {size.tensor_parallel_size for size in problem.sizes}
     if degrees == {1} and asked.strategy == "parallel":

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..runtime import peers
 from ..schema.errors import TargetError
+from . import peers
 from .group import Place, gathered
 from .log import log
 from .nested_tensors import byte_view

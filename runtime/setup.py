@@ -14,11 +14,11 @@ from torch import Tensor, nn, optim
 
 from ..devices.backend import backend_of
 from ..devices.local import first_device, numbered
-from ..runtime import peers
 from ..schema.errors import TargetError
 from ..schema.launch import Determinism, LaunchConfig
 from ..schema.optimizer import OptimizerState
 from ..schema.options import option
+from . import peers
 from .determinism import is_invariant
 from .group import Place, gathered
 from .initial_values import fill

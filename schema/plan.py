@@ -707,6 +707,15 @@ class Plan(Shown, _Staged):
         return self.stages[0].shard
 
     @property
+    def shared_states(self) -> Shard | None:
+        """What the replicas of each stage share, in whichever of the fields it is stated."""
+        if self.shard is not None:
+            return self.shard
+        if self.shard_gradients:
+            return "gradients"
+        return "optimizer" if self.shard_optimizer else None
+
+    @property
     def traits(self) -> ScheduleTraits:
         """What the schedule does: whether it flushes, keeps old weights, and so on."""
         return traits(self.schedule)

@@ -23,7 +23,7 @@ from ..mechanisms.easyscale import Elastic, Wish
 from ..mechanisms.pool import ClusterPool
 from ..mechanisms.round_state import RoundState
 from ..mechanisms.rounds import receive
-from ..scheduler import leases
+from . import leases
 from .leases import Ended, Lease
 from .occupancy import Places
 from .plans import Rate, kind_of, pool_from, rates_from, wish_of

@@ -32,7 +32,7 @@ from ...schema.options import option
 from ...schema.profile import Profile
 from ...schema.records import Index, Name, record
 from ..engines.accounts import Account, account
-from ..scheduler import view
+from . import view
 from .store import FILE, ClusterStore
 from .submission import MOST_OF_ARRAY, Submission, check_asked, submit, submit_array
 

@@ -21,7 +21,7 @@ from ...schema.plan import Alternative, Gain, Plan, Prediction, Stage, claim_of
 from ...schema.profile import BatchPoint, Profile
 from ...schema.run import RunRecord, TermComparison
 from ...schema.simulation import SimulationRun
-from ..reports import cluster_tables
+from . import cluster_tables
 from .explain import group_terms
 from .grid import device_name, grid, layers_text, mebibytes, milliseconds
 from .market_tables import (
@@ -77,8 +77,9 @@ def _title(plan: Plan) -> str:
         text += f" ({plan.num_model_chunks} stages a device: 0, {second}, ... on the same)"
     if plan.optimizer is not None:
         text += f"; memory counts {plan.optimizer}"
-    text += ", shared by the replicas of a stage" if plan.shard_optimizer or plan.shard else ""
-    more = "gradients and weights" if plan.shard else "gradients" if plan.shard_gradients else ""
+    shared = plan.shared_states
+    text += ", shared by the replicas of a stage" if shared else ""
+    more = {"gradients": "gradients", "all": "gradients and weights"}.get(shared or "")
     return text + (f", which share {more} too" if more else "")
 
 

@@ -10,7 +10,6 @@ from math import ceil
 
 from ...schema.errors import ProblemError
 from ...schema.layers import unit_of
-from ...schema.options import Shard
 from ...schema.parallel import (
     LinkCurve,
     ParallelPool,
@@ -34,15 +33,6 @@ from .proofs import Verdict
 from .schedule_lists import own_passes
 
 _NEAR = 1e-9
-
-
-def shared_by(plan: Plan) -> Shard | None:
-    """What the replicas of a plan's stages share."""
-    if plan.shard is not None:
-        return plan.shard
-    if plan.shard_gradients:
-        return "gradients"
-    return "optimizer" if plan.shard_optimizer else None
 
 
 def check(plan: Plan, problem: ParallelProblem) -> Verdict:
@@ -160,7 +150,7 @@ def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[fl
         if plan.shard == "all":
             held *= _part(plan, problem, number, group)
             held += 2 * _gathered(plan.stages[number].layers, weights)
-        elif shared_by(plan) is not None and problem.optimizer is not None:
+        elif plan.shared_states is not None and problem.optimizer is not None:
             largest, replicas = max(weights), plan.stages[number].num_replicas
             share = (sum(weights) - largest) / replicas + largest
             stated = group.state_share_bytes
@@ -201,7 +191,7 @@ def _part(plan: Plan, problem: ParallelProblem, number: int, group: ReplicaGroup
     """Which part of a stage's states, or weights, a replica keeps and updates."""
     stage = plan.stages[number]
     stated = {each.state_share_bytes for each in stage.replicas}
-    if shared_by(plan) is None:
+    if plan.shared_states is None:
         return 1.0
     if len(stated) == 1:  # equal, up to a byte
         return 1 / stage.num_replicas
@@ -272,7 +262,7 @@ def _shape_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
         )
     if chunks > 1:
         yield from _interleaving_faults(plan, problem, min(replicas))
-    own, may = shared_by(plan), problem.shards
+    own, may = plan.shared_states, problem.shards
     if own not in may and not (replicas == {1} and own is None):
         asked = " or ".join(shard or "nothing" for shard in may)
         yield f"replicas share {own or 'nothing'}, the problem has them share {asked}"
@@ -297,7 +287,7 @@ def _share_faults(plan: Plan, problem: ParallelProblem, number: int) -> Iterator
     shares = [group.state_share_bytes for group in stage.replicas]
     if set(shares) == {None} and plan.shard is None:
         return
-    if shared_by(plan) is None or plan.num_model_chunks > 1 or None in shares:
+    if plan.shared_states is None or plan.num_model_chunks > 1 or None in shares:
         yield "state_share_bytes are of all replicas that share the state, of a stage a device"
         return
     held = sum(g.num_replicas * (g.state_share_bytes or 0) for g in stage.replicas)
@@ -568,7 +558,7 @@ def _update(plan: Plan, problem: ParallelProblem, number: int) -> float:
         whole = table[start] if problem.cost_rule == "sailor" else sum(_of(stage, table, start))
         longest = max(longest, part * whole)
     # Each replica updates its share; all shares together go round the ring of replicas once.
-    sends = shared_by(plan) in ("optimizer", "gradients")
+    sends = plan.shared_states in ("optimizer", "gradients")
     return longest + (_ring(plan, problem, number, rounds=1) if sends else 0.0)
 
 
@@ -650,7 +640,7 @@ def _reduce(plan: Plan, problem: ParallelProblem, number: int) -> float:
     if plan.shard is not None:
         rest, layers = _shared_units(plan, problem, number)
         return _sent(plan, problem, number, [*rest, *rest, *sorted(layers)[-1:]])
-    return _ring(plan, problem, number, rounds=1 if shared_by(plan) == "gradients" else 2)
+    return _ring(plan, problem, number, rounds=1 if plan.shared_states == "gradients" else 2)
 
 
 def _ring(plan: Plan, problem: ParallelProblem, number: int, *, rounds: int) -> float:

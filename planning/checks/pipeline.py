@@ -15,7 +15,7 @@ from ...schema.errors import ProblemError
 from ...schema.pipeline import DevicePool, PipelineProblem
 from ...schema.plan import Plan, Restrictions, Stage
 from ...schema.schedule import Operation
-from ..checks import definitions
+from . import definitions
 from .methods import METHOD_JUDGES, prices_of
 from .pipeline_bound import is_proved
 from .plan import device_faults, differ, number_faults, question_faults, step_faults

@@ -255,16 +255,7 @@ def _spread(
         half: Half of the bytes of all tokens.
         gathered: The same behind a norm, else 0.
     """
-    if layer.role == "row":
-        counts = replace(
-            share.counts,
-            forward=_split_rest(share.counts.forward, degree),
-            backward=_split_rest(share.counts.backward, degree),
-            stashed_bytes=-(-share.counts.stashed_bytes // degree),
-            core=_spread_core(share.counts.core, degree),
-        )
-        return ShardedLayer(counts=counts, forward_reduced_bytes=half, backward_reduced_bytes=half)
-    if layer.role != "replicated":
+    if layer.role not in ("row", "replicated"):
         return share
     counts = replace(
         share.counts,
@@ -273,6 +264,8 @@ def _spread(
         stashed_bytes=-(-share.counts.stashed_bytes // degree),
         core=_spread_core(share.counts.core, degree),
     )
+    if layer.role == "row":
+        return ShardedLayer(counts=counts, forward_reduced_bytes=half, backward_reduced_bytes=half)
     return replace(share, counts=counts, forward_reduced_bytes=gathered)
 
 

@@ -1,7 +1,7 @@
 """Save checkpoints to a disk and stop on request; any mapping of the virtual nodes can resume.
 
 A checkpoint holds the parameters, the optimizers, every virtual node's buffers, the objects that
-the script registered, and the position (progress.py).
+the script registered, and the position (restoring.py).
 """
 
 import json

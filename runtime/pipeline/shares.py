@@ -302,11 +302,8 @@ class StageShares(Units):
     def around(self, name: str, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         """Copies of pieces of a parameter, which is whole while they are read."""
         flat, _ = self._place(name)
-        was_whole = flat.is_whole
-        flat.wait()
-        yield from (piece.clone() for piece in pieces)
-        if not was_whole:
-            flat.free()
+        with flat.whole():
+            yield from (piece.clone() for piece in pieces)
 
     def _place(self, name: str) -> tuple[Flat, int]:
         return self.places()[id(self._parameters[self._names.index(name)])]

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from ...devices.collectives import HOST_COLLECTIVE, payload_collective
 from ...devices.host import TORCH_DEVICE
-from ...runtime import peers
 from ...schema.errors import PeerLostError, TargetError
+from .. import peers
 from ..group import Place, subgroup
 
 # Messages between workers of one host, through memory that both of them see.

@@ -5,7 +5,8 @@ of that slice. While its layer runs, the parameter is a view of the whole vector
 their memory back and keep their identity, because autograd may have saved views of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...devices.collectives import wire_device
-from ...runtime import peers
 from ...schema.errors import PeerLostError
+from .. import peers
 from ..group import Place
 from ..invariant import Subtree
 from .leaves import LeafSums, NodeOrder
@@ -365,6 +366,15 @@ class Flat:
         if not self._keeps_whole:
             self._whole.untyped_storage().resize_(0)
         self.is_whole = False
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have whole parameters in the body; they go after it, unless they were whole before."""
+        was_whole = self.is_whole
+        self.wait()
+        yield
+        if not was_whole:
+            self.free()
 
     def keep_own(self) -> None:
         """Keep this worker's part of whole weights that may have been changed."""

@@ -293,8 +293,5 @@ class Units:
 
     def gathered(self, flat: Flat, number: int) -> Iterator[Tensor]:
         """Yield a member's whole value, which goes after; iterate it on all of the workers."""
-        was_whole = flat.is_whole
-        flat.wait()
-        yield flat.view_of(number).clone()  # numpy would keep the storage from being freed
-        if not was_whole:
-            flat.free()
+        with flat.whole():
+            yield flat.view_of(number).clone()  # numpy would keep the storage from being freed

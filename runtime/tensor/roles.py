@@ -174,7 +174,7 @@ _KNOWN = {
     "feed_forward.0": "column", "feed_forward.2": "row", "lm_head": "output",
     "q_norm": "inner", "k_norm": "inner",
 }  # fmt: skip
-# With sequence parallelism (sequence.py).
+# With sequence parallelism (regions.py).
 _KNOWN_SEQUENCE: dict[str, SequenceRole] = {
     "h.0": "begin", "ln_1": "norm", "ln_2": "norm", "ln_f": "norm",
     "attn.resid_dropout": "residual", "mlp.dropout": "residual",

@@ -8,7 +8,7 @@ For rows m (jobs, or classes of equal jobs) and columns c (device types, placeme
                 T_m . x_m - p_m z >= b_m       where m has a demand        price y_m
                 x >= 0
 
-Space sharing adds columns that two rows share; ``pairs.py`` prices them.
+Space sharing adds columns that two rows share; ``space_sharing`` prices them.
 
     one V100 and one K80; a does 2 or 1 a second on them, b 1 on both; maximise z, both at least z
     z = 1: a half its time on the V100, b half on each

@@ -29,7 +29,7 @@ from ...schema.plan import (
     Stage,
 )
 from ..effort import DEFAULT, Effort, OutOfTimeError
-from ..parallel import interleaved
+from . import interleaved
 from .bound import CappedRegion, Relaxation
 from .gradients import replica_counts
 from .interleaved import Interleaved

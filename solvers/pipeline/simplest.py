@@ -1,8 +1,8 @@
 """Choose the simplest of the plans that the measurements cannot tell apart.
 
 A step that is predicted from measured terms may be off by ``step_error``. Plans whose predicted
-step is within that error of the shortest, and little slower (tolerance.py), cannot be told apart
-from it. Of them we take the plan with the fewest stages, then the fewest devices, since fewer
+step is within that error of the shortest, and little slower (``MOST_GIVEN_UP``), cannot be told
+apart from it. Of them we take the plan with the fewest stages, then the fewest devices, since fewer
 processes can fail. Plans of one stage, replicated or on one device, are among them.
 """
 

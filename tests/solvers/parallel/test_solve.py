@@ -109,6 +109,20 @@ def test_replicas_that_share_the_state_need_less_memory() -> None:
         solve(less)
 
 
+def is_exact_and_judged_so(problem: ParallelProblem) -> None:
+    """The plan is as fast as any, its proof replays, and no judge proves more."""
+    found = as_fast_as_any(problem)
+    if found is None:
+        return
+    plan, expected = found
+    verdict = check(plan, problem)
+    assert verdict == []
+    assert verdict.bound == ("replayed" if problem.hides_messages else "stated")
+    priced = plan.proof.certificate
+    assert isinstance(priced, ParallelCertificate)
+    assert not is_proved(problem, expected * (1 + 1e-6), priced.priced)
+
+
 @st.composite
 def of_unlike_memory(draw: st.DrawFn) -> ParallelProblem:
     """Two types of few devices, whose replicas share the optimizer's state."""
@@ -127,16 +141,7 @@ def of_unlike_memory(draw: st.DrawFn) -> ParallelProblem:
 @given(of_unlike_memory())
 def test_unlike_replicas_share_the_state_by_memory(problem: ParallelProblem) -> None:
     """Exact, and no judge proves more: every dealing of replicas, and share byte by byte."""
-    found = as_fast_as_any(problem)
-    if found is None:
-        return
-    plan, expected = found
-    verdict = check(plan, problem)
-    assert verdict == []
-    assert verdict.bound == ("replayed" if problem.hides_messages else "stated")
-    priced = plan.proof.certificate
-    assert isinstance(priced, ParallelCertificate)
-    assert not is_proved(problem, expected * (1 + 1e-6), priced.priced)
+    is_exact_and_judged_so(problem)
 
 
 @st.composite
@@ -172,16 +177,7 @@ def that_share_weights(draw: st.DrawFn) -> ParallelProblem:
 @given(that_share_weights())
 def test_replicas_share_weights_where_it_is_fastest(problem: ParallelProblem) -> None:
     """Exact, and no judge proves more, for one way to share and for several to choose from."""
-    found = as_fast_as_any(problem)
-    if found is None:
-        return
-    plan, expected = found
-    verdict = check(plan, problem)
-    assert verdict == []
-    assert verdict.bound == ("replayed" if problem.hides_messages else "stated")
-    priced = plan.proof.certificate
-    assert isinstance(priced, ParallelCertificate)
-    assert not is_proved(problem, expected * (1 + 1e-6), priced.priced)
+    is_exact_and_judged_so(problem)
 
 
 def test_what_is_missing_counts_as_many_replicas_as_share_weights() -> None:
