@@ -112,12 +112,11 @@ class Modes:
 
 
 def unit_seconds(job: RentJob) -> float:
-    """Work of a unit: the greatest number of seconds of which all work done is a whole number.
-
-    Where that would be too many units, or none would do, it is as small as there is room for.
-    """
+    """Choose the work of a unit: the greatest number of seconds that divides all work done."""
     modes = Modes(job)
     most = min(MOST_UNITS, _MOST_CELLS_TO_COUNT_IN // (modes.num_modes * modes.num_places))
+    # Where that makes too many units, or seconds are no whole numbers, a unit is as small as there
+    # is room for.
     parts = {work for each in modes.worked[1:] for works in each for work in works}
     parts.add(job.work_seconds)
     whole = [round(work) for work in parts]
@@ -145,6 +144,7 @@ def spans_of(num_ticks: int, num_units: int, most_units: float, *, must_end: boo
     At most ``most_units`` are done in a tick; ``must_end`` leaves out what cannot end in time.
     """
     ticks, most = np.arange(num_ticks + 1), units_up(most_units)
+    # At best all ticks so far did the most; at worst (``must_end``) the ticks to come must.
     first = np.maximum(num_units - ticks * most, 0)
     last = np.minimum((num_ticks - ticks) * most, num_units) if must_end else num_units + 0 * ticks
     return list(zip(first.tolist(), np.maximum(first, last).tolist(), strict=True))
@@ -199,6 +199,7 @@ class TickBack:
                 do else [places, states, units]: 0 nothing, or the place in ``modes.launches``, and
                 one.
         """
+        # More work left than the next tick allows: it ends late, whatever happens.
         if span[1] > ahead[1]:
             more = (*later.shape[:-1], span[1] - ahead[1])
             later = np.concatenate((later, np.full(more, self.late_dollars, np.float32)), axis=-1)
@@ -215,9 +216,12 @@ class TickBack:
             [self.modes.job.leaving_dollars(zone) for zone in range(zones)], np.float32
         )[:, None, None]  # fmt: skip
         for number, after in holdings:
+            # [zones, states, units] after a launch in each zone.
             first = later[:zones, after]
             held = dollars[number], available >= self.modes.holdings[number][0]
             offers = self._held(*held, first, ahead[0], span, number, -1)
+            # [places, states, units] dollars of launching this holding, by the zone of the last
+            # launch: a move costs what leaving does.
             paid = offers
             if zones > 1:  # the last place is that of a job without one, which does not move
                 cheapest = offers.min(axis=0)
@@ -234,10 +238,13 @@ class TickBack:
                 # stays.
                 np.copyto(decided[1], codes, where=paid < best)
             np.minimum(paid, best, out=best)
+        # Whoever holds something may give it up and do what one who holds nothing does.
         values: Values = np.repeat(best[:, None], self.modes.num_modes, axis=1)
         for number, after in holdings:
             held = dollars[number], available >= self.modes.holdings[number][0]
             for level in range(len(levels)):
+                # A tick held brings the restart one level on; at the last level nothing of it is
+                # left.
                 then = later[:zones, after + min(level + 1, len(levels) - 1)]
                 goes_on = self._held(*held, then, ahead[0], span, number, level)
                 if decided is not None:
@@ -262,6 +269,7 @@ class TickBack:
         """Dollars [zones, states, units] if so much is held in the tick; level -1: launched."""
         works = self.modes.worked[holding][level]
         done = {work: self._with_done(later, first, span, work) for work in set(works)}
+        # Zones of equal speed share an array.
         dollars = done[works[0]]
         if len(done) > 1:
             dollars = np.stack([done[work][zone] for zone, work in enumerate(works)])
@@ -274,6 +282,8 @@ class TickBack:
     def _with_done(self, later: Values, first: int, span: Span, work_seconds: float) -> Values:
         """Values by work left before so much of it is done."""
         units = work_seconds / self.unit_seconds
+        # A bound rounds work up (the job ends sooner than it can); else the value lies between two
+        # points of the grid.
         whole = units_up(units) if self.is_bound else int(units)
         found = _with_units_done(later, first, span, whole)
         if self.is_bound or units <= whole:
@@ -284,6 +294,7 @@ class TickBack:
 
 def _with_units_done(values: Values, first: int, span: Span, units: int) -> Values:
     """Values by work left [..., from ``first`` on], once so many units of a span's are done."""
+    # So many entries of the span are done with this tick: they cost nothing any more.
     ended = min(max(units + first - span[0], 0), span[1] - span[0] + 1)
     kept = values[..., span[0] + ended - units - first : span[1] + 1 - units - first]
     if not ended:
@@ -342,9 +353,11 @@ class DynamicProgram:
         unit = ceil(units - 1e-6) if job.num_machines == 1 else round(units)
         first, most = self.spans[tick]
         unit = min(max(unit, first, 1), most) - first
+        # A machine lost in this tick leaves its whole restart to come; keeping it is no choice.
         just_lost = now.pending_seconds >= job.restart_seconds > 0
         if now.held.num_machines and not just_lost:
             mode = self.modes.mode_of(now.held, now.pending_seconds)
+            # ``packbits`` puts the first of eight at the highest bit.
             if self.stays[tick][now.held.zone, mode, state, unit // 8] >> (7 - unit % 8) & 1:
                 return now.held
         code = int(self.launches[tick][place, state, unit])
@@ -374,6 +387,8 @@ class Programs:
         prices = tuple(spot_dollars_per_hour)
         if prices not in self._made:
             prices = tuple(map(_rounded, prices))
+        # Taken out and put back last: the first in the dictionary is the one not asked for
+        # longest.
         program = self._made.pop(prices, None) or solve(self._job.at(prices), self._chain)
         self._made[prices] = program
         if len(self._made) > _KEPT:
@@ -388,6 +403,8 @@ def _rounded(dollars: float) -> float:
 def ticks_a_decision(job: RentJob) -> int:
     """The fewest ticks to a decision with which the table has room."""
     ticks, states = 1, num_states(job.num_zones, job.num_machines)
+    # The longer a tick, the fewer units and modes: the first length that has room decides most
+    # often.
     while ticks < job.num_ticks:
         modes, unit = Modes(job.in_longer_ticks(ticks)), _unit(job.in_longer_ticks(ticks))
         spans = np.array(_spans(modes, unit)[:-1])
@@ -437,6 +454,8 @@ def solve(job: RentJob, chain: Chain, *, unit_seconds: float | None = None) -> D
         size = states, _width(spans[tick])
         keeps = np.zeros((job.num_zones, modes.num_modes, *size), np.bool_)
         launch = np.zeros((modes.num_places, *size), kind)
+        # [places, modes, states, units] by the state of this tick: the chance of each next state
+        # times its value.
         expected = moves @ values
         values = back.values(
             dollars, chain.available, expected, spans[tick + 1], spans[tick], (keeps, launch)
@@ -453,6 +472,7 @@ def solve(job: RentJob, chain: Chain, *, unit_seconds: float | None = None) -> D
         spans=spans,
         stays=stays[::-1],
         launches=launches[::-1],
+        # No zone yet, nothing held, all work left.
         expected_dollars=tuple(map(float, values[-1, 0, :, -1])),
     )
 
@@ -466,6 +486,8 @@ def late_dollars(job: RentJob, work_seconds: NDArray[Any]) -> NDArray[np.float64
     if job.num_machines == 1:
         return np.where(work_seconds > 0, LATE_DOLLARS, 0.0)
     everything = job.last_resort(0)
+    # Work left at the deadline must cost more than doing it in time, or the program would plan to
+    # be late.
     dollars = job.tick_dollars(everything) / job.worked(everything, 0.0)
     return np.asarray(_LATE * dollars * work_seconds)
 
@@ -476,6 +498,7 @@ def _unit(job: RentJob) -> float:
         return job.work_seconds / _UNITS_OF_SEVERAL
     ticks = job.work_seconds / job.tick_seconds
     most = min(_MOST_UNITS_A_TICK, max(1, int(_MOST_UNITS / ticks)))
+    # The most units to a tick with which a restart is whole: its end then needs no interpolation.
     for number in range(most, 0, -1):
         units = job.restart_seconds / job.tick_seconds * number
         if abs(units - round(units)) < 1e-9:
@@ -524,6 +547,7 @@ def least_of_each(job: RentJob, windows: Sequence[Window]) -> list[float]:
     back = TickBack(modes, unit, late_dollars=np.inf, is_bound=True)
     spans = spans_of(num_ticks, num_units, modes.most_worked / unit, must_end=True)
     widest = max(last - first + 1 for first, last in spans)
+    # Windows share the axis of states, as many at a time as the cells allow.
     together = max(1, _MOST_CELLS // (modes.num_places * modes.num_modes * widest))
     found: list[float] = []
     for begin in range(0, len(windows), together):
@@ -533,6 +557,7 @@ def least_of_each(job: RentJob, windows: Sequence[Window]) -> list[float]:
         prices = np.array([[zone[:num_ticks] for zone in one] for one in told if one is not None])
         shape = (modes.num_places, modes.num_modes, len(some), spans[-1][1] - spans[-1][0] + 1)
         values: Values = np.full(shape, np.inf, np.float32)
+        # No work left costs nothing; all else at the deadline is late.
         if spans[-1][0] == 0:
             values[..., 0] = 0.0
         dollars = back.dollars()

@@ -108,6 +108,7 @@ class Prices:
 
     def until(self, end_seconds: float) -> "Prices":
         """The prices up to a time."""
+        # A job cannot see prices that come later; ``goes_on`` says that there are any.
         if end_seconds >= self.edges[-1]:
             return self
         last = int(np.searchsorted(self.edges, end_seconds, side="left"))
@@ -129,6 +130,7 @@ class Prices:
         begin, end = float(self.edges[0]), float(self.edges[-1])
         if not begin <= start_seconds < end:
             raise _no_prices(start_seconds, begin, end)
+        # The stretch that contains the start is cut there.
         first = int(np.searchsorted(self.edges, start_seconds, side="right")) - 1
         edges = np.concatenate([[start_seconds], self.edges[first + 1 :]])
         return self._rows(slice(first, None), edges)
@@ -169,6 +171,8 @@ class OfferHistory:
         )
         if not len(times):
             raise ProblemError("no price is known at any time")
+        # A sweep over time: +1 where a price begins, -1 where it ends; ties are summed before the
+        # maximum.
         turns = np.tile([1, -1], len(known))
         return float(times[int(np.argmax(np.cumsum(np.bincount(row, turns))))])
 
@@ -298,6 +302,7 @@ def _table(offers: Sequence[Offer], steps: Sequence[Steps]) -> Prices:
         if not step:
             continue
         starts = np.array([start for start, _, _ in step])
+        # The last step that begins by each edge, where it has not ended.
         row = np.searchsorted(starts, edges[:-1], side="right") - 1
         told = np.array([nan if price is None else price for _, _, price in step])
         known = (row >= 0) & (edges[:-1] < step[-1][1])
@@ -396,6 +401,7 @@ def where_available(prices: Prices, markets: Sequence[Market]) -> tuple[Prices, 
 
 def _runs_of_none(available: Sequence[int | None]) -> list[tuple[int, int]]:
     """First tick and the one after the last of each run of ticks without a machine."""
+    # Padded, so that runs at either end have both turns.
     padded = np.concatenate([[False], [tick == 0 for tick in available], [False]])
     turns = np.flatnonzero(padded[1:] != padded[:-1])
     return [(int(a), int(b)) for a, b in zip(turns[::2], turns[1::2], strict=True)]
@@ -430,6 +436,7 @@ class PriceStrategy:
 
     def _best(self, job: RentJob, now: Moment) -> int | None:
         rates, prices = np.array(job.rates), np.asarray(now.spot_dollars_per_hour)
+        # What is held goes on where it is; anything else begins with a whole restart.
         launches = np.full(len(rates), job.restart_seconds)
         held = now.held.zone if now.held.num_spot else None
         if held is not None:
@@ -441,8 +448,10 @@ class PriceStrategy:
             dollars = dollars + away * job.leaving_dollars(now.zone)
         own = self.may_take & np.isfinite(dollars)
         left = job.deadline_seconds - float(self.prices.edges[now.tick] - self.prices.edges[0])
+        # A price that just meets the deadline counts in spite of rounding.
         in_time = own & (seconds <= left * (1 + 1e-12))
         if not in_time.any():
+            # Nothing ends in time: what ends soonest is left.
             in_time = own & (seconds <= seconds[own].min(initial=np.inf))
         dollars = np.where(in_time, dollars, np.inf)
         best = int(np.argmin(dollars))
@@ -495,13 +504,18 @@ def bound(job: RentJob, prices: Prices) -> Bound:
         of_group = [np.flatnonzero((clouds == c) & (rates == r)) for c, r in groups]
         cost = np.stack([cost[:, places].min(axis=1) for places in of_group], axis=1)
         known, first = np.isfinite(cost), [int(places[0]) for places in of_group]
+        # Zones of one cloud and speed that move for nothing are one offer at the lowest price: a
+        # relaxation.
         rates, clouds, leaving = rates[first], clouds[first], leaving[first]
+    # [values, 1]; all below is for all v at once.
     value = _values(cost, rates)[:, None]
     near = [clouds == name for name in dict.fromkeys(clouds.tolist())]
+    # [values, offers] the least of dollars - v x work so far, by the offer held in this stretch.
     held = np.full((len(value), len(rates)), np.inf)
     least, most_work, spent = np.inf, 0.0, 0.0
     is_final = not prices.goes_on
     for stretch, length in enumerate(prices.seconds):
+        # A launch loses work, so in dollars it costs v a unit of it.
         lost = value * rates * min(job.restart_seconds, length)
         entered = held.copy()
         if stretch == 0:
@@ -519,14 +533,15 @@ def bound(job: RentJob, prices: Prices) -> Bound:
         step = np.where(known[stretch], paid - gained, np.inf)
         usable = np.where(known[stretch], entered, np.inf)
         most_work += float(np.max(rates * known[stretch])) * length
-        if most_work >= job.work_seconds * (
-            1 - 1e-9
-        ):  # the job can have ended by the end of this stretch
+        # The job can have ended by the end of this stretch.
+        if most_work >= job.work_seconds * (1 - 1e-9):
             # The job may end within this stretch: it holds the offer only while that lowers the
             # bound.
             last = (usable + np.minimum(step, 0.0)).min(axis=1) + value[:, 0] * job.work_seconds
             least = min(least, float(last.max()))
         held = usable + step
+        # Whatever a longer job does, in each stretch that it passes it pays at least the cheapest
+        # offer: ``spent`` only grows.
         cheapest = float(cost[stretch].min())
         spent += cheapest * length if np.isfinite(cheapest) else 0.0
         # A job that goes on for longer has paid this much at least, so later ends lower nothing.
@@ -536,6 +551,7 @@ def bound(job: RentJob, prices: Prices) -> Bound:
     if not np.isfinite(least):
         raise ProblemError("the job cannot end before its prices do", hint="give less work")
     if not is_final:
+        # Later prices may be as low as nothing, but what was paid until here was paid.
         least = min(least, spent)
     return Bound(max(least, 0.0), is_final)
 
@@ -553,6 +569,8 @@ def _values(cost: np.ndarray, rates: np.ndarray) -> np.ndarray:
     if not each.size:
         return np.zeros(1)
     low, high = float(each.min()), float(each.max())
+    # The bound is concave in v, with corners at costs of work; a geometric grid gets near the
+    # rest.
     told = np.unique(each)  # of devices alike, the best value is one of these
     few = told if told.size <= _VALUES else told[:0]
     return np.concatenate([[0.0], np.geomspace(low / 2, high * 2, _VALUES), few])

@@ -56,6 +56,8 @@ def first_by_memory(space: OptionSpace, in_flight: int) -> np.ndarray:
     """For each end the first layer from which a stage fits; behind all where none [options, e]."""
     firsts = []
     for number, _ in enumerate(space.options):
+        # Fewer layers need no more memory, so all starts from the first fitting one on fit: one
+        # number stands for the column. [starts, ends]
         has_room = fitting_with(space.options, space.unlike, number, in_flight)
         firsts.append(np.where(has_room.any(axis=0), has_room.argmax(axis=0), len(has_room)))
     return np.array(firsts)
@@ -79,6 +81,8 @@ def price_rows(pools: tuple[ParallelPool, ...]) -> np.ndarray:
     """Prices that bound devices alone [rows, pools]: all alike, each type, ratios of each pair."""
     rows = [np.ones(len(pools)), *np.eye(len(pools))]
     for first, second in combinations(range(len(pools)), 2):
+        # Any prices >= 0 give a valid test; two types can trade places at some rate, so ratios of
+        # pairs refute most of what the types alone do not.
         for ratio in _RATIOS:
             row = np.zeros(len(pools))
             row[first], row[second] = 1.0, ratio
@@ -88,13 +92,12 @@ def price_rows(pools: tuple[ParallelPool, ...]) -> np.ndarray:
 
 @lru_cache(maxsize=128)
 def stage_seconds(option: StageOption, *, hides_messages: bool = False) -> np.ndarray:
-    """What stages take at least [start, end]; infinite where the stage is empty.
-
-    Messages that are not hidden are counted as if the neighbours' links were as fast.
-    """
+    """Return what stages take at least [start, end]; infinite where the stage is empty."""
     sums, sent, back = _times(option)
     sent, back = (0.0 * sent, 0.0 * back) if hides_messages else (sent, back)
     places = np.arange(len(sums))
+    # Neighbours' links are not known here: messages count as if these were as fast as the stage's
+    # own, which a bound may assume.
     whole = sums[None, :] - sums[:, None] + sent[None, :] + back[:, None]
     stages: np.ndarray = np.where(places[None, :] > places[:, None], whole, inf)
     return stages
@@ -110,6 +113,7 @@ def _alone(space: OptionSpace, numbers: tuple[int, ...], *, hides_messages: bool
 def _times(option: StageOption) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Prefix sums of compute, seconds of the output [ends] and of the gradient [starts]."""
     sent = np.array(option.output_seconds)
+    # The last stage sends no output on, and the first no gradient back.
     sent[-1] = 0.0
     back = np.append(np.array(option.gradient_seconds), 0.0)
     back[0] = 0.0
@@ -210,11 +214,15 @@ class Relaxation:
         self.pools = np.array([option.pool for option in options], dtype=int)
         self.degrees = np.array([float(option.tensor_parallel_size) for option in options])
         self._sums = np.array([sums for sums, _, _ in times])
+        # A stage takes after[end] + before[start]: as prefix sums separate, one range minimum over
+        # starts serves every end. [options, cuts]
         self.after = np.array([sums + sent for sums, sent, _ in times])
         self.before = np.array([back - sums for sums, _, back in times])
         hides = self.problem.hides_messages
         self.alone = _alone(self.space, tuple(self.numbers), hides_messages=hides)
         if self.shares_weights:
+            # Waits depend on start and end together, so they count under the caps alone, never
+            # along paths.
             self.alone = self.alone + [self.rings.least_waits(option) for option in options]
 
     @property
@@ -273,6 +281,7 @@ class Relaxation:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The first start under a cap for each end [caps, options, ends], and each one's number."""
         known, places = np.unique(np.array(caps), return_inverse=True)
+        # Empty stages would pass any cap.
         size, ends = self.size, np.arange(self.size)
         found = np.full((len(known), len(self.numbers), size), size)
         taken = self.exchange() if is_exchange else self.alone
@@ -307,6 +316,7 @@ class Relaxation:
             self.effort.check()
             first = np.maximum(by_caps, self.first_by_memory(placed))
             first = np.where(first < ends, first, size)
+            # The same object, not an equal one, tells ``tables`` that its windows still hold.
             same = found and np.array_equal(first, found[-1])
             found.append(found[-1] if same else first)
         return found
@@ -322,14 +332,19 @@ class Relaxation:
             is_timed: Whether seconds count too.
         """
         size, rows, options = self.size, len(prices), len(self.numbers)
+        # [rows, options, 1] seconds that the stage's devices cost at each row's prices.
         self.work += WORK_OF_AN_ENTRY * self.most_stages * rows * options * size
         priced = (prices[:, self.pools] * self.degrees)[:, :, None]
         after = priced + (self.after if is_timed else 0.0)
         before = self.before if is_timed else 0.0
         tables = np.full((self.most_stages + 1, rows, size), inf)
+        # Without layers nothing is left to place, however many stages are behind; with layers and
+        # all stages used up, nothing is possible.
         tables[:, :, 0] = 0.0
         first, ends = np.zeros(0, dtype=int), np.arange(size)
+        # Where each option's row begins in the flattened windows.
         own = np.arange(options)[:, None] * size
+        # Here ``placed`` stages are behind; what comes before them is in the table of one more.
         for placed in range(self.most_stages - 1, -1, -1):
             self.effort.check()
             later = tables[placed + 1]
@@ -412,6 +427,8 @@ class Relaxation:
         self, region: CappedRegion, parts: tuple[int, int], below: float
     ) -> list[CappedRegion]:
         """The region in so many intervals of T and of X."""
+        # Under ``room`` of X a plan may still be faster than ``below``; beyond it one interval is
+        # enough.
         low, high, passes = region.low_seconds, region.high_seconds, self.num_microbatches - 1
         free, room = region.low_exchange, below - region.least_seconds + region.low_exchange
         found = []
@@ -431,6 +448,8 @@ class Relaxation:
 
     def _snapped(self, low: float, high: float) -> tuple[float, float]:
         """The least and the greatest time of a stage within these caps; they cross where none."""
+        # T is the time of a stage that exists: caps moved to such times lose no plan, and the
+        # bound counts ``low``.
         levels = stage_levels(self.space, self.problem.hides_messages)
         if levels is None or self.shares_weights:
             return low, high
@@ -448,6 +467,7 @@ class Relaxation:
         """
         firsts = self.firsts(region.high_seconds, region.high_exchange)
         fixed = (self.num_microbatches - 1) * region.low_seconds + region.low_exchange
+        # ``target``: what S has to reach for a proof. Prices that nearly reach it are not refined.
         target, near = below - fixed, _NEAR * below
         program = _Paths(self.budget, _DEAREST * max(target, near))
         known = [
@@ -498,6 +518,8 @@ class Relaxation:
     ) -> _Column:
         """The shortest path of ``tables``."""
         priced = prices[self.pools] * self.degrees
+        # ``tables`` keeps no predecessors: of millions of entries one path is read, so its arcs
+        # are found again, O(options x cuts) a stage.
         end, placed, path = self.size - 1, 0, []
         slowest = seconds = 0.0
         devices = np.zeros(len(self.budget))
@@ -616,9 +638,12 @@ class _Grid:
             first = np.maximum(first, by_memory[each])
             first[(placed >= most)[:, None] | (first >= end)] = size
             self._firsts[end] = first
+            # Every start from the least first one on can be reached, with one stage more behind
+            # it.
             reached = np.arange(end) >= first.min(axis=1)[:, None]
             fewer = np.where(reached, placed[:, None] + 1, most)
             behind[:, :end] = np.minimum(behind[:, :end], fewer)
+        # No stage begins at layer 0: no plan lies under these caps.
         is_covered = (self._firsts[:, :, :] == 0).any(axis=(0, 2))
         self._firsts = self._firsts[:, is_covered]
         self._regions = [r for r, covered in zip(regions, is_covered, strict=True) if covered]
@@ -631,6 +656,8 @@ class _Grid:
         best = np.array([region.rest_seconds for region in self._regions])
         prices = np.array([region.prices for region in self._regions])
         trials = prices.copy()
+        # The first turn asks at the regions' own prices, the second at prohibitive ones: then a
+        # program knows a cheap path and a frugal one, and has prices between.
         target = [below - each for each in fixed]
         near = _NEAR * below
         programs: dict[int, _Paths] = {}
@@ -648,6 +675,7 @@ class _Grid:
                     if r not in programs:
                         programs[r], new = _Paths(budget, _DEAREST * max(target[r], near)), known
                     for columns in new:
+                        # Paths found for one region serve each other whose caps they keep.
                         programs[r].add_within(columns, self._regions[r])
                     limit, trial = programs[r].best()
                     trials[r] = 0.5 * (trial + prices[r])
@@ -657,6 +685,8 @@ class _Grid:
                 break
             rows = np.array(left)
             costs, columns = self._paths(rows, trials[rows])
+            # Weak duality: at any prices, the shortest path less the pool's worth bounds S from
+            # below.
             worth = costs - trials[rows] @ budget
             for row, r in enumerate(left):
                 if worth[row] > best[r]:
@@ -686,6 +716,7 @@ class _Grid:
             low = int(first.min(initial=size))
             if low >= end:
                 continue
+            # [rows, options, starts from ``low``]
             costs = least[:, None, low:end] + relaxation.before[:, low:end]
             costs += (priced + relaxation.after[:, end])[:, :, None]
             costs[np.arange(low, end) < first[:, :, None]] = inf
@@ -694,6 +725,7 @@ class _Grid:
             least[:, end] = flat[np.arange(len(rows)), place]
             chosen[:, end], starts[:, end] = np.divmod(place, end - low)
             starts[:, end] += low
+        # All paths are read back together; a row at end 0 is over.
         ends, each = np.full(len(rows), size - 1), np.arange(len(rows))
         ends[np.isinf(least[:, -1])] = 0
         seconds, slowest, exchange = np.zeros((3, len(rows)))
@@ -710,6 +742,8 @@ class _Grid:
             seconds += own
             slowest = np.maximum(slowest, np.where(on, relaxation.alone[option, start, ends], 0.0))
             exchange = np.maximum(exchange, np.where(on, table[option, start, ends], 0.0))
+            # Each row stands once in ``each``: an indexed += would add only one of two entries for
+            # the same place.
             devices[each, relaxation.pools[option]] += np.where(on, relaxation.degrees[option], 0.0)
             ends = np.where(on, start, 0)
         for path, taken in zip(paths, devices, strict=True):
@@ -736,9 +770,13 @@ class _Paths:
     def __init__(self, budget: np.ndarray, dearest: float) -> None:
         self._program = LinearSession(generates_columns=True)
         self._rows = len(budget)
+        # For each pool, sum of share x (devices - budget) <= 0; and shares sum to 1. [pools + 1]
+        # rows
         low = np.append(np.full(len(budget), -inf), 1.0)
         self._program.add_rows(low, np.append(np.zeros(len(budget)), 1.0))
         self._budget, self.num_paths = budget, 0
+        # This share takes no devices at any cost, so the program is feasible before it knows a
+        # path.
         self.add(np.array([dearest]), np.zeros((1, len(budget))))
         self.num_paths = 0
 
@@ -748,6 +786,7 @@ class _Paths:
         entries = np.concatenate([devices - self._budget, np.ones((number, 1))], axis=1)
         rows = np.tile(np.arange(height), number)
         starts = height * np.arange(number)
+        # The session maximises.
         self._program.add_columns(-seconds, starts, rows, entries.ravel())
         self.num_paths += number
 

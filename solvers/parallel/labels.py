@@ -105,6 +105,8 @@ class Labels:
         first = num_pools + len(pairs)
         # Stages with unlike shares count apart: how many, and their replicas of the first type.
         unlike = np.array([2 * max(kind.row - num_pools, 0) for kind in self._kinds], dtype=int)
+        # Columns of ``use``: devices by pool, stages by pair of types, one for each odd group,
+        # then two for each pair with unlike shares.
         self._unlike = first + len(odd) + unlike
         columns = first + len(odd) + (2 * len(pairs) if space.unlike else 0)
         self._use = np.zeros((len(self._kinds), columns), dtype=np.int32)
@@ -126,6 +128,7 @@ class Labels:
         self._own_sent = np.array([option.output_seconds for option in options])
         self._own_back = np.array([(*option.gradient_seconds, 0.0) for option in options])
         self._own_back[:, 0] = 0.0
+        # Messages do not depend on recomputation: the first variant's stand for all. [kinds, cuts]
         self._back = self._own_back[self._pairs[:, 0]].max(axis=1)
         self._sent = self._own_sent[self._pairs[:, 0]].max(axis=1)
         self._update_sums = np.array([option.updates for option in options])
@@ -136,6 +139,7 @@ class Labels:
             for kind in self._kinds
         ]
         known = sorted(set(rings))
+        # Kinds of equal types and degrees share a table. [rings, starts, ends]
         self._reduce = np.array([relaxation.rings.table(*ring) for ring in known])
         self._ring_of = np.array([known.index(ring) for ring in rings])
         self._crossing: np.ndarray | None = None  # [kinds, kinds, places]
@@ -160,6 +164,7 @@ class Labels:
         root = {name: np.zeros(1) for name in _VALUES}
         root |= {
             "bound": np.array([region.least_seconds]),
+            # ``base`` is the bound before the region's own is taken as its floor: arcs add to it.
             "base": np.array([self._fixed + float(self._rest[0, -1]) - self._budget]),
             "price": np.zeros(1),
             "prices": np.zeros((1, len(self._rows))),
@@ -172,6 +177,7 @@ class Labels:
         self._open: list[list[dict[str, np.ndarray]]] = [[] for _ in range(relaxation.most_stages)]
         if relaxation.most_stages:
             self._open[0].append(root)
+        # Labels keep their parent's number only; plans are read back from here.
         self._history: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._firsts = [0]  # of each part of the history, and of the next
         self._compared = [0] * len(self._open)  # labels that were left when all were compared
@@ -231,6 +237,8 @@ class Labels:
                         found.append((step, stages))
                         limit = step
             except BaseException:
+                # Nothing is lost: what was placed already is placed again later, equals a label
+                # that is kept, and is dropped.
                 self._open[placed].append(labels)
                 raise
         return found
@@ -279,6 +287,7 @@ class Labels:
         is_near = labels["base"][one] + arcs.extra[arc] < limit * _SLACK
         one, arc = one[is_near], arc[is_near]
         kind, start = arcs.kind[arc], arcs.start[arc]
+        # The root has no stage behind; its -1 is read as kind 0 below, and the answer not used.
         before = labels["kind"][one]
         is_root = before < 0
         # A message is as slow as the slower of both stages' links, which only now are both known.
@@ -296,6 +305,8 @@ class Labels:
             in_flight = min(placed + 1, self._m)
             whole = one_f_one_b_from(last, arcs.compute[arc], sent, in_flight, self._m)
             now, steps = dict(zip(names, whole, strict=True)), whole.step_seconds
+            # If the stage before had a link as fast as this one's: the least that a whole plan can
+            # take.
             rising = steps + own_back
         else:
             # Sailor counts the last stage's gradient, and the first one's output, twice.
@@ -393,6 +404,8 @@ class Labels:
 
     def _used(self, kind: np.ndarray, mix: np.ndarray) -> np.ndarray:
         """What arcs use [arcs, columns], by their kinds and mixes."""
+        # Mixes with unlike shares carry their replicas of the first type as multiples of the
+        # number of mixes.
         first = mix // len(self._mixes)
         use: np.ndarray = np.where(first[:, None] > 0, 0, self._use[kind])
         rows = np.flatnonzero(first)
@@ -401,7 +414,7 @@ class Labels:
         return use
 
     def _record(self, labels: dict[str, np.ndarray], end: int) -> int:
-        """Keep where these labels came from; returns the number of the first."""
+        """Keep where these labels came from; return the number of the first."""
         ends = np.full(len(labels["parent"]), end)
         self._history.append((labels["parent"], labels["mix"], ends))
         self._firsts.append(self._firsts[-1] + len(ends))
@@ -458,6 +471,8 @@ class Labels:
         even = (kind, start, chosen, price, fastest[kind, start], update[kind, start])
         found = [even, *self._unlike_arcs(placed, end, updates, fastest, update)]
         kind, start, mix, price, own, update = map(np.concatenate, zip(*found, strict=True))
+        # Reduced cost: by how much the shortest path through this arc is longer than the shortest
+        # one from ``end``.
         extra = own + self._back[kind, start] + price - self._rest[placed][end]
         extra += self._rest[placed + 1][start]
         extra += 0.0 if is_last else self._sent[kind, end]
@@ -519,9 +534,13 @@ class Labels:
                 times = [o.times_equal(s.T, stages).T for o, s in zip(options, shares, strict=True)]
                 update = np.max(updates[both][:, :, None] * np.array(times), axis=0)
                 own = own.max(axis=0)
+                # Unlike shares are worth an arc only where they beat equal ones in passes or in
+                # the update.
                 fits &= (own < fastest[kind])[:, None] | (update < equal[kind][:, None])
                 start, column = np.nonzero(fits)
                 is_first = self._mixes[mix][0] == both[1]
+                # ``count`` replicas are of both[1], the other d - count of both[0]; a mix counts
+                # those of its own first option.
                 first = count[column] if is_first else count[::-1][column]
                 low, high = (region.prices[o.pool] * o.tensor_parallel_size for o in options)
                 price = (count * high + count[::-1] * low) / (len(count) + 1)
@@ -554,12 +573,16 @@ def _undominated(labels: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     keys = np.concatenate(
         [labels["end"][:, None], labels["kind"][:, None], labels["use"]], axis=1
     ).astype(np.int64)
+    # One number for each row of keys sorts groups together. Unlike keys may share a number, so
+    # keys are compared as well; the seed is fixed for repeatable plans.
     weights = np.random.default_rng(0).integers(1, 1 << 62, keys.shape[1])
     hashed = (keys * weights).sum(axis=1)
     whole, values = labels["total"], [labels[name] for name in _VALUES]
     order = np.lexsort((labels["slowest"], whole, hashed))
     keep = np.ones(number, dtype=bool)
     # Each is compared with the first of its group, again and again with the first that is left.
+    # Comparing all pairs of a group would cost its square. Three passes against the best by turns
+    # of sum and slowest stage find most.
     for _ in range(3):
         left = order[keep[order]]
         same = hashed[left][1:] == hashed[left][:-1]

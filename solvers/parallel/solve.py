@@ -134,12 +134,10 @@ def least_seconds(problem: ParallelProblem, num_devices: Mapping[str, int]) -> f
 def _in_chunks(
     problem: ParallelProblem, effort: Effort
 ) -> "tuple[tuple[ParallelProblem, Interleaved] | None, Callable[[float], float]]":
-    """The best interleaved plan, and what none is faster than that is to beat some seconds.
-
-    They share no weights.
-    """
+    """The best interleaved plan, and what none is faster than that is to beat some seconds."""
     best, searched = None, list[tuple[ParallelProblem, list[interleaved.TriedShape], float]]()
     for own in problem.by_shard:
+        # Interleaved plans share no weights, so only the others are searched.
         if own.shard != "all":
             found, tried, untried = interleaved.search(own, Spaces(own), effort)
             searched.append((own, tried, untried))
@@ -254,10 +252,9 @@ class _Tree:
             self.offer(search.balanced(self.limit))
 
     def run(self) -> None:
-        """Take what has the least bound until it meets the best plan, or the effort's limit.
-
-        Now and then what comes of it is followed down to a plan, which closes much of the rest.
-        """
+        """Take what has the least bound until it meets the best plan, or the effort's limit."""
+        # Now and then a dive follows the best part down to a plan: a better limit closes much of
+        # the rest unseen.
         next_dive = 0
         for number in count():
             if not self._is_open:
@@ -271,15 +268,21 @@ class _Tree:
                 try:
                     parts = self._take(search, part)
                 except OutOfTimeError:
+                    # Nothing of the part is lost: it goes back with the bound that it had.
                     self._push(chosen)
                     return
+                # A dive goes on with the best of what came; the rest goes to the heap.
                 parts.sort(key=lambda each: each[0])
                 left -= 1
                 if left > 0 and isinstance(part, Labels):
+                    # The later in the search, the rarer a dive: each waits for half as many turns
+                    # again.
                     left = min(left, _MOST_PASSES)
                     next_dive = number + (2 if self.best is None else number // 2 + 6)
+                # A better plan ends a dive: with the new limit another part may come first.
                 may_go_on = left > 0 and self.limit == known and not self._effort.should_stop()
                 chosen = parts[:1] if may_go_on else []
+                # What is dear holds no plan near the bound; following it would only cost time.
                 dear = _DEAR[self.bound < 0.5 * self.limit] * self.bound
                 if chosen and chosen[0][0] >= min(dear, self.limit * self._accepted):
                     chosen = []
@@ -292,6 +295,7 @@ class _Tree:
         fresh = [entry for entry in self._heap if not isinstance(entry[3], Labels)]
         if not is_dive or not fresh:
             return heappop(self._heap)
+        # O(open parts), which is little beside the dive that follows.
         entry = min(fresh, key=lambda each: each[:2])
         self._heap.remove(entry)
         heapify(self._heap)
@@ -308,6 +312,8 @@ class _Tree:
         """What a part is to be replaced by, each with its bound."""
         relaxation, work = search.relaxation, search.relaxation.work
         least = search.least_by_capacity if part is None else part.least_seconds
+        # Without a plan the limit is far off; prices that prove twice the bound split the regions
+        # as well.
         aim = min(self.limit * self._accepted, _AIM * least)
         try:
             if part is None:
@@ -316,6 +322,8 @@ class _Tree:
             elif isinstance(part, CappedRegion):
                 regions = relaxation.split(part, aim)
                 if not regions:
+                    # Prices are as good as they get, so plans are built: those within a small step
+                    # above the bound first.
                     aim = min(self.limit, (1 + part.step) * part.least_seconds)
                     return self._advanced(search, Labels(relaxation, part, search.mixes, aim))
             else:
@@ -323,6 +331,7 @@ class _Tree:
             return [(region.least_seconds, search, region) for region in regions]
         finally:
             self._work += relaxation.work - work
+            # Paths found while pricing are plans as soon as their replicas have places.
             self.offer(search.of_path(path, self.limit) for path in relaxation.paths())
 
     def _advanced(self, search: ReplicaSearch, labels: Labels) -> "list[_Part]":
@@ -336,6 +345,8 @@ class _Tree:
             self._undecided.append((least, search, labels))
             return []
         # Where nothing is left under the aim, a higher one comes next.
+        # The next aim is three times as far: what was refuted below this one costs little to see
+        # again.
         wider = replace(labels.region, least_seconds=least, step=3 * labels.region.step)
         return [(least, search, wider if labels.is_over else labels)]
 
@@ -368,6 +379,8 @@ def _ceiling(problem: ParallelProblem, spaces: Spaces) -> float:
             )
             for link in links
         )
+    # More passes of the slowest stage than any schedule has in a row; the factor covers what
+    # replicas and links add.
     passes = problem.global_batch_size + 2 * len(problem.layers)
     return 1.0 + 1e3 * passes * (slowest + messages)
 
@@ -438,6 +451,7 @@ def _sharding_hint(problem: ParallelProblem) -> str:
 
 def _plan(problem: ParallelProblem, found: FoundPlan, bound: float) -> Plan:
     waits = 0.0 if problem.hides_messages else 1.0
+    # Where passes hide messages the slowest stage does not wait for its own.
     slowest = max(
         one.compute_seconds + one.gather_seconds + waits * one.transfer_seconds
         for one in found.stages
@@ -529,6 +543,7 @@ def _stage(problem: ParallelProblem, found: FoundPlan, choice: StageChoice, from
     stated: tuple[int | None, ...] = choice.shares or (None,) * len(options)
     is_whole = options[0].units is None
     if not is_whole and not choice.shares:
+        # Shares rounded up, as the largest share decides what fits.
         whole = options[0].shared[choice.end] - options[0].shared[choice.start]
         stated = (-(-whole // found.num_replicas),) * len(options)
     return Stage(
@@ -598,6 +613,8 @@ def shares_of(batch: int, replicas: tuple[int, ...], most_of_one: int) -> list[i
         most_of_one: Samples that one replica can take.
     """
     total = sum(replicas)
+    # Ends are rounded, not shares: so shares add up to the batch, each within a sample of
+    # its group's part.
     ends = [batch * sum(replicas[: i + 1]) // total for i in range(len(replicas))]
     shares = [end - start for start, end in pairwise([0, *ends])]
     assert all(s <= r * most_of_one for s, r in zip(shares, replicas, strict=True))
@@ -668,6 +685,7 @@ def missing_bytes(problem: ParallelProblem) -> int | None:
     """
     low, high = 0, 1
     while not _might_fit(problem, high):
+        # Doubled until it fits, then halved: ``low`` never fits, ``high`` always does.
         low, high = high, 2 * high
         if high > _MOST_BYTES:
             return None
@@ -678,13 +696,7 @@ def missing_bytes(problem: ParallelProblem) -> int | None:
 
 
 def smallest_pools(problem: ParallelProblem) -> dict[str, int]:
-    """For each device type the fewest devices that hold the model on their own, whole servers.
-
-    Exact over the space of plans. Types that cannot hold a layer are left out.
-
-    Args:
-        problem: Whose layers and types; its numbers of devices do not count.
-    """
+    """Count, for each device type alone, the fewest devices (whole servers) that hold the model."""
     found = {}
     for pool in problem.pools:
         each = [_fewest_devices(own, pool) for own in problem.by_shard]
@@ -746,6 +758,8 @@ def _fewest_devices(problem: ParallelProblem, pool: ParallelPool) -> int | None:
 
         if devices_of(counts[-1]) == inf:  # the more replicas, the less each holds
             continue
+        # Few replicas first: a plan of d replicas has d devices at least, so from the best count
+        # on none is better.
         for replicas in counts:
             if best is not None and replicas >= best:
                 break

@@ -83,6 +83,7 @@ class Incumbent:
             NoSeatsError: The devices that it counts are nowhere together: it is no plan.
         """
         key = (int(costs.recompute), space.is_ordered, tuple(placed))
+        # Remembered even where no devices are found: it would fail again.
         if key in self._seen:
             return False
         self._seen.add(key)
@@ -206,7 +207,7 @@ class PlanTree:
         return float(min(left, unseated, self.best.seconds))
 
     def _leaf(self, node: Node) -> float:
-        """Time a whole plan; its bound where it may have devices that were not found."""
+        """Time a whole plan; return its bound where it may have devices that were not found."""
         self.passes -= self.problem.num_microbatches * len(node.placed) * 2
         try:
             self.best.offer(self.problem, self.tables.model.costs, self.space, node.placed)
@@ -216,6 +217,8 @@ class PlanTree:
 
     def _all_children(self, node: Node) -> list[Node]:
         first, last = self.tables.into[node.state], self.tables.into[node.state + 1]
+        # What a node costs depends on the moves alone, so the search ends at the same node on
+        # every machine.
         self.entries -= (last - first) * (_CALL + self.behind.shape[0] * self.behind.shape[-1])
         return [child for number in range(first, last) for child in self._children(node, number)]
 
@@ -226,15 +229,20 @@ class PlanTree:
         need = max(move.span, move.gap)
         cut, link = node.cut, node.link
         own = tables.options(move, kind, cut, link, np.zeros(model.size), np.inf)
+        # [cuts] where the stage may end: by its own part of the sum, infinite where it does not
+        # fit.
         # The sum before the stage, the way to it included, and its part on the way back.
         way = float(model.transfer[max(link, move.span), cut]) if cut else 0.0
         before = node.total + way if cut else model.step_end(kind)
         over: Floats = np.zeros(model.size)  # what its reductions take beyond the way back
         if cut:
+            # Its all-reduce runs beside the way back to the first stage, so only the rest of it
+            # counts.
             over = np.maximum(model.reduce_seconds(kind, cut) - (before - node.ahead - way / 2), 0)
         left = np.maximum(model.left_of(kind, cut, max(link, move.span)) + over, node.most)
         # [limits, cuts]
         totals = self.behind[:, move.source, need, :] + own + node.total
+        # [limits, cuts] the sum of a plan below, for each cap of the stages still to be placed.
         # The maximum of a plan below: that of its stages so far, or of one still to be placed,
         # which is above the next cap down.
         least = np.maximum(self.above[:, None], left[None, :])
@@ -247,8 +255,11 @@ class PlanTree:
             times, rests = admitted
             rests = rests + over
             least = np.maximum(least, times * (totals - before) + rests)
+        # The maximum lies under one of the caps, it is not known which: the least over them
+        # bounds.
         bounds: Floats = (totals + least).min(axis=0)
         ahead = node.ahead + way / 2 + model.forward_of(kind, cut)
+        # Strict, beyond rounding: a plan that is no faster is not looked for.
         found = np.flatnonzero(bounds < self.best.seconds * (1 - EXACT))
         return [
             Node(
@@ -318,12 +329,15 @@ def improve(
     # Without replicas whole steps of several devices may leave no run at all.
     kept = [entry for entry in thinned if entry[1]]
     chosen = _spread(costs, entries, kept)
+    # Each round looks near the last one's cuts, finer; one that improves nothing would repeat
+    # itself.
     for _ in range(_ROUNDS):
         step_seconds = best.seconds
         cuts = _subset(costs.cuts, chosen)
         own = StageCosts(problem, cuts, costs.bandwidths, recompute=costs.recompute)
         some = _finest(kept, len(chosen), entries)
         found = Incumbent()
+        # The pessimistic model first: its plans hold where links are slow, and prune the other's.
         for pessimistic in (True, False):
             model = StepModel(problem, own, pessimistic=pessimistic)
             with suppress(OutOfTimeError):  # what was found until then is offered below
@@ -333,6 +347,7 @@ def improve(
                 (int(chosen[first]), int(chosen[last]), move)
                 for first, last, move in found.seats.placed
             ]
+            # Cuts of the subset go back to the numbers of the whole model; devices are the same.
             best.offer_seated(problem, costs, Seats(whole, found.seats.devices))
         effort.check()
         if best.placed is None or best.seconds > step_seconds * (1 - 1e3 * EXACT):
@@ -351,6 +366,7 @@ def _steps(problem: PipelineProblem) -> Iterator[int]:
 def _thinned(space: PlacementSpace, step: int) -> tuple[int, PlacementSpace]:
     """Moves between states that use whole steps of each pool, or all of it; how many."""
     used = np.array([state.used for state in space.states])
+    # The last step of a pool may be shorter, so that all of it can be used.
     whole = ((used % step == 0) | (used == used.max(axis=0))).all(axis=1)
     moves = space.moves
     part = np.flatnonzero(whole[moves.source] & whole[moves.target])
@@ -385,8 +401,9 @@ def _near(
     entries: float,
     kept: list[tuple[int, int, PlacementSpace]],
 ) -> Ints:
-    """Cuts near the boundaries of a plan: as many as leave all runs of devices, else a few."""
+    """Return cuts near a plan's boundaries: as many as leave all runs of devices, else a few."""
     size, boundaries = costs.cuts.size, [first for first, _, _ in placed[1:]]
+    # So many cuts that each boundary may move equally far, half of them to either side.
     room = entries / max(kept[0][1], 1) / max(len(boundaries), 1)
     reach = max(int(room / 2), _NEAREST)
     near = {cut + by for cut in boundaries for by in range(-reach, reach + 1)}
@@ -439,10 +456,12 @@ def best_step(
     # Where tables are dear, good plans are looked for among ordered placements.
     is_plan_search = space.is_ordered or affordable >= _PLAN_TABLES
     is_coarse = is_plan_search and tables[0].is_line
+    # One exact table costs more than a quarter of what a coarse one may.
     if is_coarse and cost > effort.coarse_work / _COARSE_LIMITS / 4:
         for costs in tables:
             entries = effort.coarse_work / _COARSE_LIMITS
             improve(problem, costs, space, best, partial(_sweep, problem, effort), entries, effort)
+    # Not even one exact table: two bounds that need none, the better of both.
     if affordable < 1:
         bounds = [
             max(
@@ -460,12 +479,14 @@ def best_step(
     swept = [_sweep(problem, effort, own, best, most_limits) for own in models]
     is_open = not effort.accepts(best.seconds, min(bound for bound, _ in swept))
     for own in models if is_open and is_plan_search else ():
+        # Of another objective, so its bound proves nothing about this one.
         pessimistic = StepModel(problem, own.model.costs, pessimistic=True)
         with suppress(OutOfTimeError):  # it proves nothing, it only finds plans
             few = Tables(pessimistic, space, final, effort)
             _sweep(problem, effort, few, best, min(_MOST_PESSIMISTIC, affordable))
     bounds = []
     for own, (bound, sums) in zip(models, swept, strict=True):
+        # Once more without stages that the best plan excludes: fewer stages, higher sums.
         if sums and not effort.accepts(best.seconds, bound):
             with suppress(OutOfTimeError):  # the plan that is known leaves stages out
                 costs = own.model.costs
@@ -506,12 +527,10 @@ def _sweep(
     best: Incumbent,
     most_limits: int = _COARSE_LIMITS,
 ) -> tuple[float, list[Sums]]:
-    """Halve the limits that may still hold a better plan; a bound, and the sums found.
-
-    Plans whose maximum lies in an interval have at least the sum that its upper end allows, and
-    at least its lower end as their maximum.
-    """
+    """Halve the limits that may still hold a better plan; return a bound, and the sums found."""
     sums = [tables.sums(np.inf)]
+    # A heap of (bound, low, high, sum): plans with a maximum in (low, high] have at least the sum
+    # that cap ``high`` allows, and at least ``low`` as their maximum.
     intervals: list[tuple[float, float, float, float]] = []
     least = np.inf  # sum + maximum of the best plan of the model
 
@@ -523,6 +542,8 @@ def _sweep(
         best.consider(problem, tables.model.costs, tables.space, placed)
         whole = float(found.whole[tables.final].min())
         most = _most_left(tables, placed)
+        # A plan with a maximum between this one's and the cap has no smaller sum, so it is no
+        # better: the interval ends at this one's maximum.
         least = min(least, whole + most)
         heapq.heappush(intervals, (whole + low, low, min(most, found.limit), whole))
 
@@ -534,14 +555,17 @@ def _sweep(
         if is_near or bound >= goal * (1 - EXACT) or effort.should_stop():
             break
         heapq.heappop(intervals)
+        # Neighbouring numbers: the interval cannot be halved, so its bound is its answer.
         middle = (low + high) / 2
         if not low < middle < high:
             least = min(least, bound)
             continue
+        # The upper half keeps the sum that is known; only the lower half needs a new table.
         heapq.heappush(intervals, (whole + middle, middle, high, whole))
         try:
             sums.append(tables.sums(middle))
         except OutOfTimeError:
+            # The lower half stays open with the weaker sum: the bound remains valid.
             heapq.heappush(intervals, (bound, low, middle, whole))
             break
         settle(sums[-1], low)
@@ -590,6 +614,7 @@ def _busiest(
         try:
             placed = search(problem, busy, space, effort=effort)
         except OutOfTimeError as stopped:
+            # Only without transfers is the objective a bound; with them it just finds plans.
             proved = stopped.bound if isinstance(stopped, StoppedError) else 0.0
             bound = min(bound, proved) if weight == 0.0 else bound
             break

@@ -110,6 +110,7 @@ class Moves:
 
     def _distinct(self, columns: tuple[str, ...]) -> tuple[list[tuple[int, ...]], Ints]:
         sizes = [int(getattr(self, name).max(initial=0)) + 1 for name in columns]
+        # Rows as numbers in a mixed radix: one sort of integers instead of one of rows.
         code = np.zeros(len(self), np.int64)
         for name, size in zip(columns, sizes, strict=True):
             code = code * size + getattr(self, name)
@@ -160,6 +161,7 @@ class _Pool:
         found = []
         for first in starts:
             longest = self.size - first if replication else min(1, self.size - first)
+            # To the device before: a chain of stages sends over what both share.
             gap = self.link(position - 1, first) if position else 0
             for replicas in range(1, longest + 1):
                 found.append((first, replicas, self.link(first, first + replicas - 1), gap))
@@ -170,6 +172,7 @@ class _Pool:
         found, width = {position}, 1
         for level in self.levels[:-1]:
             width *= level.num_components
+            # The next multiple of a component's width, at or behind the position.
             found.add(-(-position // width) * width)
         return sorted(start for start in found if start < self.size)
 
@@ -203,6 +206,7 @@ def chain(problem: PipelineProblem, stages: Sequence[tuple[int, int]]) -> list[M
     inter = bandwidths.index(problem.inter_bytes_per_second) if len(pools) > 1 else 0
     used, workers, behind = [0] * len(pools), 0, -1
     found: list[Move] = []
+    # From the model's end: used devices count from there.
     for number, replicas in reversed(stages):
         pool, first = pools[number], used[number]
         gap = 0 if behind < 0 else inter
@@ -228,8 +232,11 @@ class _Builder:
         counts_workers = limited and problem.traits.order != "forward-first"
         counts_workers |= problem.most_workers < problem.num_devices
         self.by_worker = counts_workers and has_gaps
+        # With one pool the boundary's link depends on positions alone, so the last pool need not
+        # be known.
         self.by_pool = len(self.pools) > 1
         self.known_runs: dict[tuple[int, int], Ints] = {}
+        # A state as one number in a mixed radix. Each digit has room for -1, which is stored as 0.
         digits = [pool.size + 1 for pool in self.pools]
         digits += [problem.num_devices + 2, len(self.pools) + 1, (problem.stage_limit or 0) + 2]
         self.digits = np.array(digits, np.int64)
@@ -243,6 +250,8 @@ class _Builder:
         start = self._code(State((0,) * len(self.pools), *self._counted()))
         waiting: dict[int, list[Ints]] = {0: [np.array([start])]}
         codes, moves = [], []
+        # By devices in use: all that reach a number are known when its turn comes, so each state
+        # is made once.
         for total in range(self.problem.num_devices + 1):
             if total in waiting:
                 codes.append(np.unique(np.concatenate(waiting.pop(total))))
@@ -251,8 +260,10 @@ class _Builder:
         order = np.argsort(known)
         found = np.concatenate(moves, axis=1) if moves else np.zeros((8, 0), np.int64)
         effort.check()
+        # Codes become places among the states.
         found[:2] = order[np.searchsorted(known, found[:2], sorter=order)]
         effort.check()
+        # By target, then source, pool and replicas: tables take the moves into a state as one run.
         found = found[:, np.lexsort((found[3], found[2], found[0], found[1]))]
         effort.check()
         states = tuple(self._state(row) for row in self._read(known).tolist())
@@ -280,6 +291,7 @@ class _Builder:
         """[8, moves] out of all states of so many devices; their targets wait for their turn."""
         rows, found = self._read(codes), []
         num_pools = len(self.pools)
+        # Without idle devices between runs, devices used and workers are the same.
         workers = rows[:, num_pools] - 1 if self.by_worker else np.full(len(codes), total)
         for number, pool in enumerate(self.pools):
             for used in np.unique(rows[:, number]).tolist():
@@ -291,6 +303,7 @@ class _Builder:
                 if not len(first) or not here.any():
                     continue
                 shape = (int(here.sum()), len(first))
+                # Behind the last stage there is no boundary.
                 own_gap = np.broadcast_to(gap * (total > 0), shape)
                 if self.by_pool and total > 0:
                     other = rows[here, num_pools + 1] - 1 != number
@@ -300,10 +313,12 @@ class _Builder:
                 if self.by_worker:
                     targets = targets + replicas * self.worth[num_pools]
                 if self.by_pool:
+                    # The digit of the last pool changes from that of the source to this pool's.
                     step = number + 1 - rows[here, num_pools + 1]
                     targets = targets + step[:, None] * self.worth[num_pools + 1]
                 if self.by_stage:
                     targets = targets + self.worth[num_pools + 2]
+                # Idle devices count as used, not as workers.
                 used_by_all = workers[here, None] + replicas
                 allowed = used_by_all <= self.problem.most_workers
                 for count in np.unique(taken).tolist():
@@ -333,6 +348,7 @@ def final_states(problem: PipelineProblem, space: PlacementSpace) -> NDArray[np.
         if (problem.workers == "at_most" or sum(state.used) == problem.num_devices)
         and (problem.num_stages is None or state.stages == problem.num_stages)
     ]
+    # No state is final: the empty one stands for that, as nothing is placed in it.
     return np.array(wanted or [0], np.int64)
 
 
@@ -352,6 +368,7 @@ class Seats(NamedTuple):
         free: dict[int, int] = {}
         for (_, _, move), held in zip(self.placed, self.devices, strict=True):
             if held[0] < free.get(move.pool, 0) or held[-1] - held[0] >= len(held):
+                # Behind the type's previous run, without a gap inside.
                 return False
             free[move.pool] = held[-1] + 1
         return True
@@ -416,6 +433,7 @@ class _Stage:
             if not _inside(space, placed, index, level):
                 last = -1
             else:
+                # A chain ends with the stage that holds nothing but itself of the component.
                 while _inside(space, placed, last, level) > placed[last][2].num_replicas:
                     last += 1
             chains.append(last)
@@ -444,12 +462,15 @@ class _Seating:
                 chain = self.stages[member].chains[level - 2]
                 if chain >= 0:
                     chains.setdefault(chain, []).append(member)
+            # Stages of no chain on this level span components: they get what is left.
             loose = [m for m in members if self.stages[m].chains[level - 2] < 0]
             width = prod(part.num_components for part in self.levels[: level - 1])
             groups = list(chains.values())
             sizes = [sum(self.stages[m].num_replicas for m in group) for group in groups]
             bins = _packed(sizes, self.levels[level - 1].num_components, width)
             if bins is None:
+                # Greedy over more than two levels: another packing of the upper level might have
+                # fitted the lower one.
                 raise NoSeatsError(is_proved=len(self.levels) <= 2)
             inside = sorted(sorted(m for group in part for m in groups[group]) for part in bins)
             for number, stages in enumerate(part for part in inside if part):
@@ -458,6 +479,7 @@ class _Seating:
         left = sorted(device for device in self.free if begin <= device < end)
         for member in loose:
             count = self.stages[member].num_replicas
+            # Ascending devices, so a loose stage spans as little as what is left allows.
             taken, left = left[:count], left[count:]
             self.held[member] += taken
             self.free -= set(taken)
@@ -469,6 +491,7 @@ def _packed(sizes: list[int], num_bins: int, capacity: int) -> list[list[int]] |
     Raises:
         NoSeatsError: Undecided after many tries.
     """
+    # Largest first, the fullest bin first: few tries where it fits.
     order = sorted(range(len(sizes)), key=lambda item: -sizes[item])
     loads, bins = [0] * num_bins, [[] for _ in range(num_bins)]  # type: list[int], list[list[int]]
     tries = 0
@@ -482,6 +505,7 @@ def _packed(sizes: list[int], num_bins: int, capacity: int) -> list[list[int]] |
             raise NoSeatsError(is_proved=False)
         item, seen = order[depth], set()
         for number in sorted(range(num_bins), key=lambda number: -loads[number]):
+            # Bins of one load are alike, so one of them is enough to try.
             if loads[number] in seen or loads[number] + sizes[item] > capacity:
                 continue
             seen.add(loads[number])

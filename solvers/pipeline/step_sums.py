@@ -160,6 +160,7 @@ class StepModel:
         found = self._later[kind] = [(1, left[None, :] - left[:, None] + own)]
         rounds = [self.round_of(kind, first) for first in range(self.size)]
         rests = [each[1] + self.reduce_seconds(kind, k) for k, each in enumerate(rounds) if each]
+        # Whether it waits depends on the kind alone: all begins wait, or none does.
         if rounds[0] is not None:
             found.append((rounds[0][0] + 1, np.array(rests)))
         return found
@@ -198,6 +199,7 @@ class StepModel:
         """
         curve = self.compute[kind.pool] + self.left(kind) + self.end(kind) * self.weights
         own = float(self.costs.own_seconds[kind.pool]) + self.own_left(kind) + self.end_start(kind)
+        # The known plan's own stages must stay allowed, whatever rounding does.
         return curve, self.most_seconds * (1 + 1e-9) - own
 
     def stash(self, kind: MoveKind) -> tuple[Floats, Floats, float]:
@@ -333,6 +335,8 @@ class Batches:
         rows, row = moves.numbered("source", "pool", "need")
         source, pool, need = np.array(rows, np.int64).reshape(-1, 3).T
         target = moves.target
+        # A move uses up devices, so its target has more in use than its source: by that number all
+        # sources come first.
         totals = np.array([sum(state.used) for state in space.states], np.int64)
         most = max(_ENTRIES // num_cuts, 1)
         batches = []
@@ -340,6 +344,7 @@ class Batches:
             of_total = np.flatnonzero(totals[target] == total)
             rows_of_total = np.flatnonzero(totals[source] == total)
             for part in _parts(of_total, target[of_total], most):
+                # ``np.minimum.reduceat`` takes the runs of equal targets by their first places.
                 heads = np.flatnonzero(np.diff(target[part], prepend=-1))
                 targets = target[part][heads]
                 ends = np.searchsorted(source[rows_of_total], [targets[0], targets[-1] + 1])
@@ -378,6 +383,8 @@ class Windows:
     def __init__(self, model: StepModel, batched: Batches, limit: float) -> None:
         self.model, self.batched = model, batched
         size = model.size
+        # log[n] = floor(log2(n)); the last column of ``minima`` stays infinite, where empty
+        # windows point.
         log = np.zeros(size + 2, np.int64)
         log[1:] = np.floor(np.log2(np.arange(1, size + 2))).astype(np.int64)
         # [levels, rows, cuts + 1] minima of 2^level values from each cut on.
@@ -392,6 +399,7 @@ class Windows:
         length = last - np.arange(size)
         self.begin = np.minimum(np.arange(size) + 1, size)
         self.level = log[np.maximum(length, 1)]
+        # Where the second of both windows begins, so that it ends at the last allowed end.
         self.end = np.where(length <= 0, size, last - (1 << self.level) + 1)
         self.is_empty: Mask = length <= 0
         self.first_of_link = last[:, :, 0]
@@ -401,6 +409,8 @@ class Windows:
     def fill(self, behind: Floats, rows: Ints) -> None:
         """Fill the rows whose sources are complete."""
         batched = self.batched
+        # [rows, cuts] everything behind a stage that ends at a cut, and the stage's own part that
+        # depends on the end.
         values = behind[batched.row_source[rows], batched.row_need[rows]]
         values = values + self.model.closing[batched.row_pool[rows]]
         self.minima[0, rows, :-1] = values
@@ -428,12 +438,15 @@ class Windows:
     def whole(self, batch: MoveBatch) -> Floats:
         """[moves] the least sum of a plan whose first stage is the move's."""
         model = self.model
+        # Ends behind cut 0; the first stage begins there, so its part that depends on the begin is
+        # one number.
         totals = self.minima[0, batch.row, 1:-1]
         if not model.pessimistic:
             totals = totals + self.ends[batch.kind, None] * model.weights[None, 1:]
             totals = totals + self.starts[batch.kind, None]
         of_link = batch.span if model.pessimistic else np.zeros_like(batch.span)
         last = self.first_of_link[self.window[batch.kind], of_link] - 1
+        # The last allowed end cuts off the running minimum.
         totals = np.minimum.accumulate(totals, axis=1)
         least = totals[np.arange(len(last)), np.maximum(last, 0)]
         found: Floats = np.where(last >= 0, least, np.inf) - model.compute[batch.pool, 0]
@@ -459,6 +472,8 @@ class Suffixes:
         """Fill in the costs, as ``Windows.fill`` says."""
         self.behind = behind
         values = self._values(rows)
+        # Strictly behind each cut, as a stage has a layer at least: the reversed running minimum
+        # begins at the last.
         self.minima[rows, :-1] = np.minimum.accumulate(values[:, :0:-1], axis=1)[:, ::-1]
 
     def least(self, batch: MoveBatch, link: Ints) -> Floats:
@@ -509,6 +524,7 @@ def _last(model: StepModel, kind: MoveKind, link: int, limit: float) -> Ints:
         last = np.minimum(last, np.searchsorted(curve, curve + most_alone, side="right") - 1)
     if np.isfinite(limit):
         curve = model.left(kind)
+        # A limit is a maximum that some plan has exactly; rounding must not exclude that plan.
         most = curve + (limit - model.own_left(kind)) + _SLACK * (limit + curve[-1])
         if model.pessimistic:
             most = most - kind.left_backward * model.transfer[max(link, kind.span)]
@@ -629,6 +645,7 @@ class Tables:
         """
         states, model, batched = len(self.space.states), self.model, self._batched
         behind = np.full((states, self.num_links, model.size), np.inf)
+        # State 0 holds no devices: nothing may be left behind it but the end of the model.
         behind[0, :, -1] = 0.0
         whole = np.full(states, np.inf)
         ranges = self._ranges(limit, relaxed=relaxed)
@@ -676,11 +693,15 @@ class Tables:
         allowed = model.row(kind, first)
         if np.isfinite(limit):
             left = model.left_of(kind, first, slowest)
+            # Wider than in the tables, which add in another order: what they found feasible must
+            # be found again.
             allowed = allowed & (left <= limit + 1e3 * _SLACK * (limit + left[-1]))
         found: Floats = np.where(allowed, totals, np.inf)
         return found
 
     def placement(self, sums: Sums) -> list[PlacedStage] | None:
+        # The tables keep sums without predecessors: the plan is read back from the first stage,
+        # each stage the best of the moves into its state.
         """A placement of the least whole sum; None where the limit allows nothing."""
         state = int(self.final[int(np.argmin(sums.whole[self.final]))])
         if not np.isfinite(sums.whole[state]):

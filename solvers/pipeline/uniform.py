@@ -104,6 +104,7 @@ def layouts(problem: PipelineProblem) -> Layouts:
 def _ordered(problem: PipelineProblem) -> Iterator[PipelineLayout]:
     widest = max(pool.num_devices for pool in problem.pools) if problem.replication else 1
     seen = set()
+    # Orders that differ in pools of which nothing is used give equal layouts: ``seen`` drops them.
     for replicas in filter(problem.may_replicate, range(1, widest + 1)):
         most = [pool.num_devices // replicas for pool in problem.pools]
         for order in permutations(range(len(problem.pools))):
@@ -129,15 +130,18 @@ def _anywhere(problem: PipelineProblem, replicas: int) -> list[PipelineLayout] |
     if space is None or paths is None:
         return None
     kept: dict[tuple[int, ...], list[tuple[tuple[int, ...], PipelineLayout]]] = {}
+    # The fastest links first: a layout is then only ever left out for one that is kept.
     for links, placed in sorted(paths.items(), key=lambda entry: (sum(entry[0][1]), entry[0])):
         pools, own = links
         others = kept.setdefault(pools, [])
+        # A kept layout of these types has no slower link, so no cut is slower on it.
         if any(all(a <= b for a, b in zip(other, own, strict=True)) for other, _ in others):
             continue
         try:
             seats = seat(problem, space, placed)
         except NoSeatsError as error:
             if not error.is_proved:
+                # Devices may exist that the search did not find: the list would claim too much.
                 return None
             continue
         places = tuple(
@@ -167,6 +171,7 @@ def _paths(
             num_paths += 1
             if num_paths > _MOST_PATHS:
                 return None
+            # Stages are placed from the model's end, so the next one goes in front.
             longer: list[PlacedStage] = [(0, 0, move), *placed]
             waiting.append((move.target, longer))
             full = sum(space.states[move.target].used) == problem.num_devices
@@ -242,11 +247,14 @@ class ShapeOption:
     def _bound(self) -> float:
         """A lower bound, in seconds, on every cut of this shape."""
         compute = self.costs.compute_seconds[self.pools]
+        # In one line every layer lies on some stage, at best on the one that is fastest for it.
+        # Sets of a branching graph are compared only where all stages are of one type.
         if self.costs.cuts.before is None:
             way = float(np.diff(compute, axis=1).min(axis=0).sum())
         else:
             way = float(compute[:, -1].min()) if len(set(self.pools)) == 1 else 0.0
         way += float(self.costs.own_seconds[self.pools].sum())
+        # The busiest place has at least the mean work of all.
         share = way / len(self.shape.layout.places)
         if self.problem.traits.flushes:
             # Of a backward pass in halves only the first is on a microbatch's way.
@@ -312,6 +320,8 @@ class ShapeOption:
         """
         cuts, pool = self.costs.cuts, self.pools[stage]
         if self.problem.traits.flushes:
+            # [cuts, cuts] begin and end, seconds: prefix sums of compute, the message into the
+            # stage.
             compute = self.costs.compute_seconds[pool]
             ends = compute + self.costs.own_seconds[pool]
             found: Floats = ends[None, :] - compute[:, None]
@@ -323,6 +333,7 @@ class ShapeOption:
         else:
             index = self.costs.bandwidths.index(self.spans[stage])
             found = self.costs.matrix(pool, self.shape.layout.num_replicas, index)
+            # Without a flush a boundary works beside the stages, so the slower of both counts.
             if stage > 0:
                 edge = 2 * cuts.crossing_bytes / self.links[stage - 1]
                 edge = edge + 2 * self.costs.message_seconds
@@ -361,8 +372,10 @@ class ShapeOption:
 
     def _least(self, matrix: Callable[[int], Floats]) -> tuple[float, Cut] | None:
         """The least of the largest entries, one of each stage's matrix, and its cut."""
+        # [cuts] the least heaviest stage of the stages so far, the last of which ends at a cut.
         size = self.costs.cuts.size
         best = np.full(size, np.inf)
+        # Not 0: the first stage decides, whatever its sign.
         best[0] = -np.inf
         chosen = []
         for stage in range(self.shape.num_stages):
@@ -393,6 +406,7 @@ class ShapeOption:
         """The stages of a cut, as a plan has them."""
         costs, shape, found = self.costs, self.shape, []
         for stage, place in enumerate(shape.place):
+            # The last stage sends nothing.
             last, sent = cut[stage + 1], 0.0
             if stage + 1 < shape.num_stages:
                 sent = costs.output_seconds(last, self.links[stage])
@@ -463,6 +477,7 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> Plan:
     options.sort(key=lambda option: option.bound)
     best = _Best()
     flushes = problem.traits.flushes
+    # Over all layouts; each choice of inner boundaries is one cut.
     number = sum(comb(cuts.size - 2, option.shape.num_stages - 1) for option in options)
     if flushes and cuts.before is None and number <= FEW_CUTS:
         is_exact = _time_all(options, cuts.size, best, effort)
@@ -471,6 +486,7 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> Plan:
     if best.option is None:
         raise _infeasible(problem, options, refusal)
     bound, claim = _proved(best.seconds, options, is_exact and cuts.complete, listed.are_all)
+    # ``options`` were listed under a limit of time: another layout may be better.
     if not has_all:  # layouts that were not looked at may be better
         bound, claim = (min(bound, relaxed_step(problem, tables)) if flushes else 0.0), ""
     step = best.seconds if flushes else best.seconds * problem.num_microbatches
@@ -533,10 +549,14 @@ def _shapes(
                 continue
             key = (size, chunks, layout.num_replicas)
             try:
+                # Schedules depend on these three numbers alone; layouts that differ in devices
+                # share them.
                 if key not in made:
                     schedule = generate(
                         problem.schedule,
                         pipeline_parallel_size=size,
+                        # Without a flush it is generated long enough for its steady state, whose
+                        # memory counts.
                         num_microbatches=3 * count if endless else count,
                         num_model_chunks=chunks,
                         replicas=[layout.num_replicas] * size,
@@ -546,6 +566,7 @@ def _shapes(
                 refusal = error
                 continue
             schedule, held = made[key]
+            # Ranks are numbered place by place, so a stage's first rank tells its place.
             place = tuple(ranks[0] // layout.num_replicas for ranks in schedule.placement)
             found.append(ScheduledLayout(layout, chunks, schedule, place, held))
     return found, refusal
@@ -567,6 +588,7 @@ def _least_maximum(options: Sequence[ShapeOption], best: _Best, effort: Effort) 
     """The steady state's bottleneck, exactly; whether that came to its end."""
     try:
         for option in options:
+            # Ascending bounds: none of those that follow can be better.
             if option.bound >= best.seconds * (1 - _EXACT):
                 break
             found = option.least_maximum(1.0, 1, effort)
@@ -584,6 +606,7 @@ def _approach(options: Sequence[ShapeOption], best: _Best, effort: Effort) -> bo
     begun: list[tuple[float, int, ShapeOption, Cut]] = []
     try:
         for number, option in enumerate(options):
+            # Ascending bounds, so the first one that is accepted ends the search.
             if effort.accepts(best.seconds, option.bound):
                 break
             for cut in _starts(option, effort):
@@ -598,6 +621,7 @@ def _approach(options: Sequence[ShapeOption], best: _Best, effort: Effort) -> bo
         if effort.should_stop():
             break
         _move(option, cut, seconds, best, effort)
+    # Whatever the search found, it proves nothing beyond the options' bounds.
     return False
 
 
@@ -614,15 +638,14 @@ def _offer_even(options: Sequence[ShapeOption], best: _Best) -> None:
 
 
 def _starts(option: ShapeOption, effort: Effort) -> Iterator[Cut]:
-    """Least maxima with and without transfers, that fit; a chunk's share of the memory first.
-
-    Raises:
-        OutOfTimeError: The effort's limit came first.
-    """
+    """Least maxima with and without transfers, that fit; a chunk's share of the memory first."""
     seen = set()
     for transfers in (0.0, 1.0):
+        # Dealt equally, chunks fit together for certain. Else each alone may take all, and only
+        # the check tells whether they fit together.
         for share in dict.fromkeys((option.shape.num_chunks, 1)):
             found = option.least_maximum(transfers, share, effort)
+            # One chunk, no transfers: the least maximum of all cuts, so a bound of each.
             if option.shape.num_chunks == 1 and transfers == 0.0:
                 option.raise_bound(None if found is None else found[0])
             if found is not None and found[1] not in seen and option.fits(found[1]):
@@ -639,6 +662,8 @@ def _move(option: ShapeOption, cut: Cut, seconds: float, best: _Best, effort: Ef
     while better and left > 0:
         better = False
         for inner in range(1, len(cut) - 1):
+            # The first better neighbour is taken at once: looking at all of them costs a schedule
+            # each.
             for shift in (-1, 1):
                 moved = (*cut[:inner], cut[inner] + shift, *cut[inner + 1 :])
                 if not moved[inner - 1] < moved[inner] < moved[inner + 1]:

@@ -96,6 +96,7 @@ class _Choice:
         """A step that no plan of the choice undercuts: every device at its best rate."""
         best = [0.0] * len(self.counts)
         for one in self.entries:
+            # Samples a second of one device of each type at its best size.
             best[one.kind] = max(best[one.kind], one.size / one.point.step_seconds)
         rate = sum(n * one for n, one in zip(self.counts, best, strict=True))
         return self.step_seconds(self.target / rate, self.least_end) if rate else np.inf
@@ -117,6 +118,7 @@ class _Choice:
         """The most passes of a size within a time."""
         each = one.point.step_seconds
         if self.rounds is not None:
+            # No size can pass more often than the target divides.
             return int(each <= seconds)
         most = int(min(seconds / each, self.target // one.size))
         most += (most + 1) * each <= seconds  # division may round across a whole number
@@ -124,6 +126,7 @@ class _Choice:
 
     def candidates(self) -> list[float]:
         """All times that a device may compute in a round, ascending."""
+        # One pass a round, or any number.
         times: set[float] = set()
         for one in self.entries:
             most = 1 if self.rounds is not None else self.target // one.size
@@ -147,6 +150,8 @@ class _Choice:
             """What devices are worth beyond the batch and all weights, and the slope of that."""
             most, samples = np.zeros(len(counts)), np.zeros(len(counts))
             if found:
+                # At a price above 0 a size is worth most at its most passes, below 0 at a single
+                # one.
                 best = ends.argmax(axis=1) if price > 0 else ends.argmin(axis=1)
                 taken = ends[np.arange(len(found)), best]
                 for kind, worth, number in zip(kinds, rooms + price * taken, taken, strict=True):
@@ -155,6 +160,8 @@ class _Choice:
             return float(counts @ most) - weights - price * target, float(counts @ samples) - target
 
         # The excess is convex and piecewise linear: the least point of two tangents comes next.
+        # Beyond these prices samples alone decide: they weigh more than all weights of all
+        # devices.
         ends_at = float(counts.sum() + 1) * weights + 1
         low, high = (-ends_at, *excess(-ends_at)), (ends_at, *excess(ends_at))
         # Even at the highest price, at which only samples count, the batch is not done.
@@ -179,6 +186,7 @@ class _Choice:
 
     def rooms(self, seconds: float, end: float, *, keeps: bool = False) -> list[Worths]:
         """[devices + 1][samples + 1] the most room of the first devices for exactly so many."""
+        # [samples + 1] bytes of room, negative without bound where the number cannot be reached.
         table = np.full(self.target + 1, _NEVER, dtype=np.int64)
         table[0] = 0
         tables = [table]
@@ -233,10 +241,12 @@ class _Choice:
         """The least end of a step whose devices compute within a time, to a billionth of it."""
         low = self.least_end
         while True:
+            # The plan found may end sooner than the limit asked for.
             work = self.work(seconds, end)
             used = [(one.kind, one.room, number) for (one, _), number in work.items()]
             fixed = (self.problem.devices[kind].fixed_seconds for kind, _, _ in used)
             end = _least_end(self.problem, used, max(fixed))
+            # A billionth of the step sooner must be impossible; else halve.
             below = end - (1 - _BELOW) * self.step_seconds(seconds, end)
             if below < low or not self.fits(seconds, below):
                 return end
@@ -309,6 +319,7 @@ def solve(problem: ShardedProblem) -> Plan:
     """
     choices = list(_choices(problem, most_share_bytes))
     best: tuple[float, _Choice, float, float] | None = None
+    # The choice that could be fastest comes first: its step refutes most of the others unseen.
     for choice in sorted(choices, key=lambda one: one.least_seconds):
         if not choice.entries or best and choice.least_seconds >= best[0] * _BELOW:
             continue
@@ -375,14 +386,19 @@ def _fastest(choice: _Choice, cutoff: float) -> tuple[float, float, float] | Non
     found: tuple[float, float, float] | None = None
     blocks = [(0, len(times) - 1)] if times else []
     while blocks:
+        # A stack, so the block of the shortest times comes next.
         first, last = blocks.pop()
+        # A block holds only steps whose passes last at least its first time: that leaves so much
+        # for the end. Passes are allowed its last time, so the test never refutes too much.
         end = cutoff * _BELOW - choice.step_seconds(times[first], 0.0)
         if end < least_end or not choice.fits(times[last], end):
             continue
         if first < last:
             middle = (first + last) // 2
+            # The later half goes below the earlier one.
             blocks += [(middle + 1, last), (first, middle)]
             continue
+        # One time of passes: its best end is a new limit.
         end = choice.shortest_end(times[last], end)
         cutoff = choice.step_seconds(times[last], end)
         found = cutoff, times[last], end
@@ -408,6 +424,7 @@ def _refuted(choice: _Choice, seconds: float) -> Iterator[RefutedShares]:
 
     A block begins where the one before ends, so its steps end within what its first time leaves.
     """
+    # Only steps under the limit need a proof: longer times of passes refute themselves.
     least = min(kind.fixed_seconds for kind in choice.problem.devices)
     longer = (t for t in choice.candidates() if choice.step_seconds(t, least) <= seconds)
     times = [0.0, *longer]
@@ -415,6 +432,7 @@ def _refuted(choice: _Choice, seconds: float) -> Iterator[RefutedShares]:
     while blocks:
         first, last = blocks.pop()
         end = seconds - choice.step_seconds(times[first], 0.0)
+        # One price for a whole block; where none exists it is halved, down to single times.
         price = choice.price(times[last - 1], end)
         if price is None and last - first > 1:
             middle = (first + last) // 2
@@ -437,6 +455,7 @@ def _groups(
     rooms = {one: min(one.room, caps[one.kind]) for one, _ in work}
     low, high = 0, problem.weight_bytes
     while low < high:  # the least limit on a share with which all shares hold all weights
+        # Shares as even as they can be: all up to one limit.
         middle = (low + high) // 2
         held = sum(count * min(rooms[one], middle) for (one, _), count in work.items())
         low, high = (low, middle) if held >= problem.weight_bytes else (middle + 1, high)
@@ -467,6 +486,7 @@ def _does_not_fit(problem: ShardedProblem) -> InfeasibleError:
     """Say how many bytes are missing in the plan that comes closest to fitting."""
     least: tuple[int, Shard] | None = None
     for choice in _choices(problem, room_bytes):
+        # The longest time of all: only memory counts.
         for seconds in choice.candidates()[-1:]:
             worth = int(choice.rooms(seconds, np.inf)[-1][-1])
             if worth <= _NEVER // 2:

@@ -51,19 +51,13 @@ class Master:
         row: Floats | None = None,
         partners: Partners | None = None,
     ) -> None:
-        """Start with singles.
-
-        Args:
-            program: The program over rows.
-            pairing: Who may share.
-            groups: Of rows.
-            row: What demands are measured in [rows]; the best rates otherwise.
-            partners: Of the groups, where it is known.
-        """
+        """Start with singles; demands are measured in ``row`` [rows], else in the best rates."""
         self.program, self.pairing, self.groups = program, pairing, groups
         self.first = groups.first
+        # Jobs in each group.
         self.count = np.bincount(groups.of, weights=program.count)
         self.kind = pairing.kind[self.first]
+        # HiGHS's tolerances are absolute, so throughput is measured in what a row can reach.
         best = np.maximum(program.rate.max(axis=1), 1e-300) if row is None else row
         self.scale = best[self.first]
         self.usage, self.worth = program.usage[self.first], pairing.worth[self.first]
@@ -93,6 +87,7 @@ class Master:
         cost = np.array([1.0 if self.program.level_weight else 0.0])
         self.session.add_columns(cost, np.zeros(1), rows[kept], values[kept])
         m, c = np.nonzero(program.rate[self.first] > 0)
+        # A single has its group as both sides, so both arrays have one entry a column.
         self.a, self.b, self.c, self.singles = m, m, c, len(m)
         self.rate_a, self.rate_b = program.rate[self.first][m, c], np.zeros(len(m))
         self._add_columns(m, None, c, self.rate_a, self.rate_b)
@@ -107,6 +102,7 @@ class Master:
             self.demands_at + changed, self.low[changed], np.full(len(changed), np.inf)
         )
         rows, values = self._level_column()
+        # Only what changed goes to HiGHS: so its basis stays, and the next solve takes few steps.
         for i in np.flatnonzero(values != self.level_values).tolist():
             self.session.set_coefficient(int(rows[i]), 0, float(values[i]))
         self.level_values = values
@@ -115,6 +111,8 @@ class Master:
         """What demands must reach at least, and what a unit of z asks of them [demands]."""
         p = self.program
         asked = p.demands[self.members]
+        # [3, members] jobs, floors and levels, then their sums by demand: members of a demand
+        # stand together.
         count = np.where(asked, p.count[self.members], 0.0)
         sums = np.stack((count, count * p.floor[self.members], count * p.level[self.members]))
         number, floor, level = np.add.reduceat(sums, self.ends[:-1], axis=1)
@@ -126,6 +124,7 @@ class Master:
     def _level_column(self) -> tuple[Ints, Floats]:
         """Choose the unit of z anew; the rows and values of its column in that unit."""
         p = self.program
+        # z is measured so that its largest coefficient is 1.
         self.unit = 1.0 / (float(np.abs(self.levels).max()) or 1.0)
         if not p.level_weight:
             return np.zeros(0, np.int64), np.zeros(0)
@@ -152,8 +151,11 @@ class Master:
         start = np.concatenate(([0], np.cumsum(each)[:-1]))
         for group, rate in sides:
             n = each[group]
+            # Each column meets all demands of its group: ranges of unlike length, laid out one
+            # after another.
             which = np.repeat(start[group] - np.cumsum(n) + n, n) + np.arange(int(n.sum()))
             cut = order[which]
+            # A demand at rate u counts only what a column does beyond u for the time spent.
             above = np.maximum(np.repeat(rate, n) - self.cut_rate[cut], 0.0)
             above = above / self.scale[self.cut_group[cut]]
             entries.append((np.repeat(place, n), self.demands_at + cut, above))
@@ -164,6 +166,7 @@ class Master:
         if not pairs:
             return
         a, b, c = np.array(sorted(pairs), dtype=np.int64).T
+        # [pairs] the rate of a beside b, then that of b beside a.
         ra = self.pairing.rate[self.kind[a], self.kind[b], c]
         rb = self.pairing.rate[self.kind[b], self.kind[a], c]
         self._add_columns(a, b, c, ra, rb)
@@ -180,8 +183,10 @@ class Master:
         useful = (both > 0) | (both.transpose(1, 0, 2) > 0)
         useful &= runs[:, None, :] & runs[None, :, :]
         useful &= self.usage[:, None, :] == self.usage[None, :, :]
+        # Each pair once, as (low, high).
         useful &= (number[:, None] <= number)[:, :, None]
         alone = np.flatnonzero(self.count < 2)
+        # A group of one job cannot pair with itself.
         useful[alone, alone] = False
         return {*zip(*(side.tolist() for side in np.nonzero(useful)), strict=True)}
 
@@ -196,6 +201,8 @@ class Master:
             raise BackendError("HiGHS found no optimum of the allocation program")
         number = self.groups.number
         unit = self.unit if self.program.level_weight else self.gain_unit
+        # Rows <= have prices >= 0 in a maximisation, demands (>=) the opposite; what rounding
+        # turns is 0. Prices are given back in the units of rows.
         self.time_price = np.maximum(answer.prices[:number], 0.0) * unit
         self.resource_price = np.maximum(answer.prices[number : self.demands_at], 0.0) * unit
         paid = np.maximum(-answer.prices[self.demands_at :], 0.0) * unit
@@ -205,11 +212,13 @@ class Master:
 
     def separate(self) -> bool:
         """Add the constraint of each group that the answer breaks most; whether there was one."""
+        # Where each row is a group of its own, its plain demand says all.
         if self.groups.number == len(self.groups.of):
             return False
         p, of = self.program, self.groups.of
         z = float(self.values[0]) * self.unit if p.level_weight else 0.0
         demand = p.demand(z)
+        # All time spent, alone and by both sides of pairs, the fastest first in each group.
         time, pair = self.values[1:], slice(self.singles, None)
         used = np.concatenate((self.a, self.b[pair]))
         rate = np.concatenate((self.rate_a, self.rate_b[pair])) / self.scale[used]
@@ -218,16 +227,21 @@ class Master:
         used, rate, spent = used[kept], rate[kept], spent[kept]
         order = np.lexsort((-rate, used))
         used, rate, spent = used[order], rate[order], spent[order]
+        # For each rate u: what the group does beyond u, the sum of time x (rate - u) over what is
+        # faster.
         had = _running(used, spent * rate) - rate * _running(used, spent)
         # Jobs by group, from the largest demand down; those above a rate are its set.
         jobs = np.lexsort((-demand, of))
         count, wanted = p.count[jobs], demand[jobs] / self.scale[of[jobs]]
+        # (group, demand) as one ascending number: demands take less than half of the distance
+        # between groups, so these never mix.
         height = 4.0 * float(rate.max(initial=1.0))
         place = of[jobs] - np.minimum(wanted, 0.5 * height) / height
         start = np.searchsorted(of[jobs], used)
         end = np.maximum(np.searchsorted(place, used - rate / height), start)
         number = np.concatenate(([0.0], np.cumsum(count)))
         total = np.concatenate(([0.0], np.cumsum(count * wanted)))
+        # Jobs that demand more than u need, beyond u for all their time, more than the group has.
         lacking = total[end] - total[start] - rate * (number[end] - number[start]) - had
         broken = np.flatnonzero(lacking > BROKEN)
         if not len(broken):
@@ -256,8 +270,10 @@ class Master:
         self._measure()
         starts, columns, values = [], [], []
         at = 0
+        # The same entries as in ``_add_columns``, by row instead of by column.
         for j, (g, u) in enumerate(zip(groups.tolist(), rates.tolist(), strict=True), before):
             mine, other = np.flatnonzero(self.a == g), np.flatnonzero(self.b == g)
+            # Singles name their group on both sides; they count once.
             other = other[other >= self.singles]
             value = np.zeros(len(self.a))
             value[mine] += np.maximum(self.rate_a[mine] - u, 0.0)
@@ -278,6 +294,8 @@ class Master:
     def paying(self) -> set[tuple[int, int, int]]:
         """For every group the pair that would earn most, where it earns anything."""
         plain = self.cut_price[: self.groups.number]
+        # [groups, partner kinds, columns] what a group earns beside each kind: plain demands at
+        # the full rate, others beyond their rate.
         slope = plain[:, None] + self.worth
         value = slope[:, None, :] * self.partners.rate[self.partners.of]
         extra = np.flatnonzero(self.cut_price[self.groups.number :] > 0) + self.groups.number
@@ -295,6 +313,8 @@ class Master:
         number = np.diff(self.ends)
         asked = self.program.demands[self.members]
         each = np.where(asked, np.repeat(self.cut_price, number), 0.0)
+        # A demand's price falls on all its members alike; its rate times the price is a price of
+        # their time.
         y: Floats = np.bincount(self.members, weights=each, minlength=rows).astype(np.float64)
         each = each * np.repeat(self.cut_rate, number)
         u: Floats = np.bincount(self.members, weights=each, minlength=rows).astype(np.float64)
@@ -315,6 +335,7 @@ class Master:
 def _running(group: Ints, value: Floats) -> Floats:
     """Running sums within groups that stand together, each value included."""
     total = np.cumsum(value)
+    # The place where each group begins, for every entry.
     start = np.searchsorted(group, group)
     running: Floats = total - (total[start] - value[start])
     return running
@@ -416,6 +437,8 @@ class PairProgram:
             rounds += self._optimise()
             master = self._master
             z = float(master.values[0]) * master.unit if master.program.level_weight else 0.0
+            # Totals of groups become times of rows; a clash is a job that the totals would pair
+            # with itself.
             dealt = deal(program, self._pairing, self._groups, *master.times(), z)
             if not dealt.clashes:
                 break
@@ -478,6 +501,7 @@ def _pairs_for_floors(
     program: FractionProgram, pairing: Pairing, groups: Groups
 ) -> set[tuple[int, int, int]]:
     """Pairs with which all floors can be met, if that is possible: those of a max-min program."""
+    # Meeting all floors together is a max-min program over them, without gains.
     lift = replace(
         program,
         gain=np.zeros_like(program.gain),
@@ -513,14 +537,17 @@ def spare_prices(
     a pair.
     """
     partners = partners_of(program, pairing)
+    # What a row gains from the best partner at these prices. [rows, columns]
     earned = partners.beside(partners.lines(y[:, None] + pairing.worth, u))
     helped = np.maximum(earned.max(axis=1), 0.0)
     rent = program.usage * (price @ program.resources + pairing.charge)
     left = rent - helped + u[:, None] - (y[:, None] + pairing.worth) * program.rate
     beside = pairing.rate.max(axis=1)[pairing.kind]
     fastest = np.maximum(program.rate, np.where(program.rate > 0, beside, 0.0))
+    # Smaller remainders are rounding of the rents, not room.
     left = np.where(left > TOLERANCE * float(rent.max()), left, 0.0)
     each = np.where(program.rate > 0, left / np.where(fastest > 0, fastest, 1.0), np.inf)
+    # Half of it each, as both rows of a pair may be dearer at once.
     spare: Floats = 0.5 * each.min(axis=1)
     return spare
 
@@ -542,6 +569,7 @@ def bound_with_pairs(
     alone, fair, prices = dual_bound(program, y, price)
     if not np.isfinite(alone):
         return alone, fair, prices, u
+    # ``dual_bound`` scales prices to a feasible dual, and time has to follow.
     scale = float(prices.sum() / price.sum()) if price.sum() > 0 else 1.0
     rent = prices @ program.resources
     worth = program.gain + fair[:, None] * program.rate - program.usage * rent
@@ -549,6 +577,8 @@ def bound_with_pairs(
     time = np.maximum(np.where(program.rate > 0, worth, 0.0).max(axis=1), u * scale)
     partners = partners_of(program, pairing) if partners is None else partners
     value = partners.lines(fair[:, None] + pairing.worth, time)
+    # Where a pair still earns something, half of the largest surplus on every job's time takes it
+    # away: any such prices bound.
     time = time + max(0.0, partners.surplus(value, rent)) / 2
     bound = program.capacity @ prices + program.count @ (time - fair * program.floor)
     return float(bound), fair, prices, time
@@ -567,6 +597,8 @@ def _read(
     used = program.resources @ (program.count @ (program.usage * x))
     held = program.usage[pairs.a, pairs.column] * pairs.time
     used = used + program.resources[:, pairs.column] @ held
+    # Times may pass limits by rounding of sums: the more terms, the more. All shrink by one
+    # factor.
     limit = np.where(program.level_capacity > 0, np.inf, np.maximum(program.capacity, 1e-300))
     spare = 1.0 + 8 * np.finfo(float).eps * (len(pairs.time) + x.size)
     share = max(1.0, spare * float(spent.max()), spare * float((used / limit).max()))

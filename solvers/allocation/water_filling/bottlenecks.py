@@ -61,9 +61,13 @@ def least_cost(rate: Floats, rent: Floats, throughput: Floats) -> Floats:
     rate, wanted, fast = rate[left], throughput[left], fast[left]
     rent = np.where(rate > 0, rent[left], np.inf)
     rows = np.arange(len(left))
+    # The edge begins at the origin and the cheapest step: no column lies below that line to its
+    # left.
     top = np.where(fast, rent / np.where(fast, rate, 1.0), np.inf).argmin(axis=1)
     high, high_paid = rate[rows, top], rent[rows, top]
     low, low_paid = np.zeros(len(left)), np.zeros(len(left))
+    # Each turn moves one end of the edge. The count lets every column be either end once, so
+    # rounding cannot turn for ever.
     for _ in range(2 * rate.shape[1] + 2):
         part = (wanted - low) / (high - low)
         cost = np.where(part < 1.0, low_paid + part * (high_paid - low_paid), high_paid)
@@ -72,6 +76,8 @@ def least_cost(rate: Floats, rent: Floats, throughput: Floats) -> Floats:
         lowest = (rent - slope[:, None] * rate).argmin(axis=1)
         new, paid, over = rate[rows, lowest], rent[rows, lowest], fast[rows, lowest]
         below = low_paid + slope * (new - low) - paid
+        # Only what lies below by more than rounding moves the edge; else two columns on one line
+        # would swap.
         go = np.flatnonzero(
             below > COST_ROUNDING * (paid + low_paid + slope * np.maximum(new, high))
         )
@@ -79,6 +85,7 @@ def least_cost(rate: Floats, rent: Floats, throughput: Floats) -> Floats:
             break
         high, high_paid = np.where(over, new, high), np.where(over, paid, high_paid)
         low, low_paid = np.where(over, low, new), np.where(over, low_paid, paid)
+        # Rows whose edge is final leave, so later turns are short.
         if len(go) < len(left):
             left, wanted, rate, rent, fast = left[go], wanted[go], rate[go], rent[go], fast[go]
             high, high_paid, low, low_paid = high[go], high_paid[go], low[go], low_paid[go]
@@ -97,6 +104,7 @@ def marginal_cost(
     close = SAME * throughput[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         slope = (rent - cost[:, None]) / gap
+        # Less throughput may also mean less time on everything: the way to the origin.
         origin = np.where(throughput > 0, cost / throughput, 0.0)
     less = np.where((rate > 0) & (gap < -close), slope, -np.inf).max(axis=1)
     more = np.where((rate > 0) & (gap > close), slope, np.inf).min(axis=1)
@@ -119,6 +127,7 @@ def at_prices(program: FractionProgram, prices: Floats) -> Solution | None:
         A solution whose rows keep to their cheapest columns; where it falls short, with prices
         of the rows that had a choice, sharper than those given. None where too many had.
     """
+    # Throughput of each row at the full level [rows].
     wanted = np.where(program.demands, program.level, 0.0)
     rent = rents(program, prices)
     kept, price, pays_time = cheapest(program.rate, rent, wanted)
@@ -128,6 +137,7 @@ def at_prices(program: FractionProgram, prices: Floats) -> Solution | None:
         return None
     z = 1.0
     if len(open_rows):
+        # What rows without a choice use is taken from the pool; open rows hold nothing yet.
         left = program.capacity - program.resources @ (program.count @ (program.usage * x))
         rest = some_rows(program, open_rows, kept, np.maximum(left, 0.0))
         try:
@@ -138,6 +148,7 @@ def at_prices(program: FractionProgram, prices: Floats) -> Solution | None:
         if z < 1.0 and found.resource_prices.any():
             prices = found.resource_prices
     used = program.resources @ (program.count @ (program.usage * x))
+    # Prices only nearly bind, so the sum may pass a capacity by rounding: all give way alike.
     z = min(z, float((program.capacity / np.maximum(used, program.capacity)).min()))
     return Solution(
         x=x * min(z, 1.0), z=z, objective=z, bound=1.0, job_prices=price, resource_prices=prices,
@@ -171,6 +182,7 @@ def determined(rate: Floats, kept: Bools, pays_time: Bools, wanted: Floats) -> t
     x = np.zeros_like(rate)
     one = (number == 1) & (wanted > 0)
     x[rows[one], fast[one]] = np.minimum(wanted[one] / top[one], 1.0)
+    # At two columns with time that has a price, all time is spent: throughput decides the parts.
     two = (number == 2) & pays_time & (top > low) & (wanted > 0)
     part = np.clip((wanted[two] - low[two]) / (top[two] - low[two]), 0.0, 1.0)
     x[rows[two], fast[two]], x[rows[two], slow[two]] = part, 1.0 - part
@@ -331,6 +343,8 @@ class LimitsAlone:
         vertex = at_prices(program, price)
         if vertex is not None and vertex.z >= 1.0 - self.precision:
             return vertex, NO_PAIRS
+        # Both nearly reach the aim, so both prices refute ``end`` by about rounding: the sharper
+        # ones are kept.
         found = self._solved(program)
         if vertex is not None and vertex.z >= 1.0 - NEARLY <= found.z:
             sharp = max((found, vertex), key=lambda each: self.cut(each).excess(end))
@@ -348,10 +362,13 @@ class LimitsAlone:
     def _solve_rest(self, program: FractionProgram, end: Floats) -> Solution:
         """Solve for the rows that have a choice left, beside what the others hold."""
         small, x = self.small, self._fixed.copy()
+        # Rounding of the subtraction would be a capacity that rows fight for.
         left = small.capacity - resource_use(small, x)
         left = np.where(left > LEFT_PART * small.capacity, left, 0.0)
         rest = some_rows(program, self._rest, self._open, left)
         stopped = ~self._rising[self._rest]
+        # Rows that stopped hold exactly their level, which rounding may make infeasible: they give
+        # way by the least part that helps.
         for part in RELAXED:
             level = np.where(stopped, rest.level * (1.0 - part), rest.level)
             likely = None if self._likely is None else self._likely[self._rest]
@@ -379,6 +396,8 @@ class LimitsAlone:
         refutes ``end`` as clearly as more would.
         """
         earlier, refuted, part = self.price / (self.small.capacity @ self.price), -np.inf, 1.0
+        # Excess in units of the newest prices: it grows with ``part`` until the rows that stopped
+        # keep to their columns, and then stays.
         while part < MOST:
             both = part * earlier + price
             worth = float(self.small.capacity @ both)
@@ -427,6 +446,8 @@ class LimitsAlone:
         """
         rent, wanted = rents(self.small, price), self.small.level * levels
         rate = np.where(self._open, self.small.rate, 0.0)
+        # At the prices of this bottleneck: rows that it stops may use only their cheapest columns
+        # from now on, rows that rise only columns without a price.
         kept, _, busy = cheapest(rate, rent, wanted)
         unsettled: Bools = np.logical_not(self._fixed.any(axis=1))
         self._busy |= busy & unsettled & ~rising
@@ -521,6 +542,7 @@ class LimitsWithPairs:
     def solve(self, start: Floats, end: Floats, cut: "Linear | None") -> tuple[Solution, PairTimes]:
         """See Limits; the simplex method over pairs that pay, from the last basis."""
         small = self.merged.small
+        # Smaller rises are rounding, and would make a program of noise.
         rise = np.where(end - start > LAST_BITS * self.best, end - start, 0.0)
         program = replace(
             small, floor=small.level * start, level=small.level * rise, demands=end > 0
@@ -529,9 +551,12 @@ class LimitsWithPairs:
             self._open = PairProgram(program, self.pairing, should_stop=self.should_stop)
         try:
             found, pairs = self._open.solve(program)
+        # The floor was feasible one program earlier; rounding made it infeasible by less than the
+        # precision.
         except BackendError:
             program = replace(program, floor=program.floor * (1.0 - self.precision))
             found, pairs = self._open.solve(program)
+        # The program's bound is on what rises; the floor's worth comes on top.
         owed = float(small.count @ (found.job_prices * program.floor))
         return replace(found, bound=found.bound + owed), pairs
 

@@ -94,14 +94,20 @@ def unproved(
         reached: The levels of the time fractions found [rows].
         gap: By what part these may fall short.
     """
+    # [rows] the level of each row on its best column alone.
     alone = small.rate.max(axis=1) / small.level
     loose: Bools = reached < best * (1.0 - ROOM)
+    # More by a part of what it has, and, where that is next to nothing, by a part of its best.
     more = np.maximum(reached * (1.0 + ROOM), 2.0 * ROOM * alone)
     for stage in stages:
+        # Rows that had stopped by this stage keep paying for what they reached; others can do
+        # without.
         pays, wanted = stage.proof.pays(reached), stage.proof.pays(more)
         done = level <= stage.level * (1.0 + SAME_LEVEL)
         others = float((small.count * pays)[done].sum()) - np.where(done, pays, 0.0)
         ends = stage.active & (level >= stage.level * (1.0 - SAME_LEVEL))
+        # The row would pay for more, and what it then pays with those that stopped is more than
+        # the pool's worth: no room.
         stopped = (wanted > pays) & (others + wanted >= 1.0 - max(SLACK, 2.0 * gap))
         loose &= ~(ends & stopped)
     return loose
@@ -168,6 +174,8 @@ def rise_stepwise(merged: MergedProgram, tree: RowTree, best: Floats) -> RaisedL
     while active.any():
         if merged.instance.should_stop():
             raise OutOfTimeError
+        # Up to the first event at which a row reaches its own best: until there all rise in
+        # proportion.
         path = Path(tree, level, active, best * (1.0 + ABOVE))
         step = path.levels(path.times[1]) - level
         program = replace(
@@ -175,22 +183,27 @@ def rise_stepwise(merged: MergedProgram, tree: RowTree, best: Floats) -> RaisedL
             demands=(level > 0) | (step > 0),
         )  # fmt: skip
         found, pairs = held.solve(program)
+        # z > 1 would raise rows beyond their best; a negative one is rounding.
         level = level + min(max(found.z, 0.0), 1.0) * step
         if first is None:
             assert found.time_prices is not None
+            # The first level's prices are scaled so that the level itself is their bound.
             asked = replace(program, level=program.level / path.times[1])
             unit = float(program.count @ (found.job_prices * asked.level))
             prices = found.job_prices / unit, found.resource_prices / unit, found.time_prices / unit
             first = asked, *prices
         share = np.where(active, small.count * found.job_prices * program.level, 0.0)
+        # A demand with a price at the optimum can rise in no other way: its row is stuck.
         stuck = active & (share > STUCK_PART * share.max())
         if (level < best * (1.0 - AT_CAP))[stuck].any():
             proof = _proof(merged, found, program.floor)
+            # A row at its own best needs no proof by prices.
             stages.append(FillingStage(proof=proof, level=level, active=active.copy()))
         active &= ~(stuck | (level >= best * (1.0 - AT_CAP)))
     assert found is not None
     assert first is not None
     reached = throughput_with_pairs(small, pairing, found.x, pairs)[0] / small.level
+    # Rows with next to nothing are compared on the scale of their best.
     lacking = ((level - reached) / np.maximum(level, 1e-6 * best)).max()
     return RaisedLevels(
         level=level, pairs=pairs,
@@ -211,6 +224,7 @@ class _Held:
     def solve(self, program: FractionProgram) -> tuple[Solution, PairTimes]:
         """Solve, again on another scale where that was far off."""
         for _ in range(MAX_TRIES):
+            # Each solved program leaves columns; a fresh one starts from the last pairs.
             if self.open is None or self.age == RENEWED_AFTER:
                 seed = self.pairs if self.programs else None
                 self.open = PairProgram(program, self.pairing, seed, self.row)
@@ -218,6 +232,8 @@ class _Held:
             found, self.pairs = self._relaxed(self.open, program)
             self.programs, self.age = self.programs + 1, self.age + 1
             has = program.floor + np.clip(found.z, 0.0, 1.0) * program.level
+            # A row that has little would be within an absolute tolerance of anything: rows are
+            # measured anew.
             row = np.where(has > 0, np.maximum(has, LEAST_PART * self.best), self.row)
             if (np.abs(np.log(row / self.row)) < np.log(OFF_SCALE)).all():
                 break
@@ -333,6 +349,7 @@ def _outcome(merged: MergedProgram, raised: RaisedLevels) -> tuple[Outcome, int]
         merged.program,
         level=raised.first[0].level[merged.row_of],
         demands=raised.first[0].demands[merged.row_of],
+        # The objective is the first level's, so its program and prices are what is judged.
     )
     outcome = replace(merged, program=asked).outcome(found, pairs)
     gap = max(outcome.gap, found.gap)
@@ -362,6 +379,7 @@ def _rise(merged: MergedProgram, tree: RowTree, limits: LevelLimits[AnyCut]) -> 
         rising = active & (level < caps * (1.0 - AT_CAP))
         if cut is None:
             break
+        # What binds already, and stops no row, would be found again for ever: given up.
         fresh = not limits.binds_already(cut)
         stuck, proof = limits.settle(level, cut, rising)
         rising &= ~stuck
@@ -383,6 +401,7 @@ def _alike(goal: WaterFilling) -> Ints:
     group: Ints = np.unique(table, axis=0, return_inverse=True)[1].reshape(-1)
     fifo = np.array([node.policy == "fifo" for node in goal.entities] + [False])
     waiting = np.flatnonzero(fifo[goal.entity])
+    # Numbers behind the others, so no two are equal.
     group[waiting] = len(table) + np.arange(len(waiting))
     return group
 
@@ -392,6 +411,7 @@ def _highest(
 ) -> tuple[float, AnyCut | None, Solution, PairTimes, int]:
     """The last time on a path whose levels can be had, and the prices that refute all later."""
     last = len(path.times) - 1
+    # ``stride`` events ahead at first: rows alone reach many bests in one program.
     low, place, steps = 0.0, min(limits.stride, last), 0
     time = path.times[place]
     cut: AnyCut | None = None
@@ -402,9 +422,11 @@ def _highest(
         if limits.should_stop():  # perhaps amidst a program, whose prices then refute nothing
             raise OutOfTimeError
         steps += 1
+        # What the program found, as levels.
         had = (start + found.z * (end - start)) * (1.0 + limits.precision)
         if not (had >= end).all():
             newer = limits.cut(found)
+            # The largest shortfall in relation to the highest level.
             before, short = short, float(((end - had) / end.max()).max())
             # A little that no prices refute, or that better prices do not lessen, is rounding.
             worse = cut is not None and short >= 0.5 * before
@@ -422,6 +444,7 @@ def _highest(
         # Newton's step from above: the prices refute every time after the one at which they are
         # just paid.
         earlier = max(_binding(path, newer, time), low)
+        # No lower time is left to try, or what is had covers it.
         if (had >= path.levels(earlier)).all() or steps >= MAX_STEPS:
             time, cut = earlier, newer
             break
@@ -430,12 +453,14 @@ def _highest(
             break
         time, cut = earlier, newer
     levels = path.levels(time)
+    # A row with a level next to nothing is measured by its best.
     lacking = ((levels - had) / np.maximum(levels, NOTHING * limits.best)).max()
     return time, cut, replace(found, z=1.0 - max(float(lacking), 0.0)), pairs, steps
 
 
 def _binding(path: Path, cut: PriceCut, time: float) -> float:
     """The last time up to ``time`` that prices do not refute; 0 if they refute all."""
+    # Excess grows with time: halved between events, then within one linear stretch.
     low, high = 0, int(np.searchsorted(path.times, time))
     if cut.excess(path.levels(time)) <= 0:
         return time
@@ -474,11 +499,13 @@ def _first_level(
     program = replace(small, level=small.level * level / until, demands=level > 0)
     if cut is not None and time <= alone:
         job, price, rent = cut.priced(level)
+    # Until the first event, or until the bottleneck if that comes first.
     else:
         stuck = int((level >= caps * (1.0 - 1e-12)).argmax())
         job, price, rent = np.zeros(len(level)), np.zeros(len(small.capacity)), np.zeros(len(level))
         job[stuck] = 1.0
         rent[stuck] = caps[stuck] * small.level[stuck]
+    # Scaled so that the demands of one unit of level cost 1.
     unit = float(small.count @ (job * program.level))
     return program, job / unit, price / unit, rent / unit
 
