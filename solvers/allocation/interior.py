@@ -73,9 +73,12 @@ class Scaled:
     def __init__(self, program: FractionProgram) -> None:
         self.count = program.count
         self.row = np.maximum(program.rate.max(axis=1), _TINY)
+        # Rates, resources, z and gains all to about 1: tolerances and start then suit every
+        # program.
         self.rate = np.ascontiguousarray((program.rate / self.row[:, None]).T)
         self.usage = np.ascontiguousarray(program.usage.T)
         own = np.count_nonzero(program.resources.diagonal())
+        # With one resource for each column the matrix products are sums in a fixed order.
         self.own = own == np.count_nonzero(program.resources)  # a column, a resource of its own
         self.unit = np.maximum(program.capacity, program.level_capacity)
         self.unit = np.where(self.unit > 0, self.unit, 1.0)
@@ -97,6 +100,7 @@ class Scaled:
         self.idle = None if self.demands.all() else ~self.demands
         each = self.runs.sum(axis=0) + 1.0 + self.demands
         self.number = self.count @ each + len(self.capacity)
+        # Complementary pairs: the gap is the sum of their products.
         self.level_counts = self.count * self.level
 
 
@@ -131,6 +135,7 @@ def can_reach(program: FractionProgram, level: float) -> bool:
 
 def first_point(p: Scaled) -> Point:
     """Where the iterations begin: well inside, not feasible."""
+    # Half of the time that a row may use, spread evenly, and no more than half of any resource.
     allowed = np.maximum(p.runs.sum(axis=0), 1)
     x = np.where(p.runs, 0.5 / allowed, 0.0)
     used = p.resources @ ((x * p.usage) @ p.count)
@@ -140,8 +145,11 @@ def first_point(p: Scaled) -> Point:
     levelled = p.demands & (p.level > 0)
     z = 0.0
     if p.has_level:
+        # Half of the least level reached; demands then have a slack.
         z = 0.5 * float((reached[levelled] / p.level[levelled]).min())
     used = p.resources @ ((x * p.usage) @ p.count)
+    # Slacks that would be negative are set apart from 0: the point is infeasible there, and steps
+    # remove that.
     v = np.maximum(reached - p.level * z, 1e-2 * np.abs(reached).max())
     w = np.maximum(p.capacity + p.level_capacity * z - used, 0.05)
     u, r, y, price = _start_prices(p) if p.has_level else _start_prices_by_row(p)
@@ -152,6 +160,7 @@ def first_point(p: Scaled) -> Point:
 
 
 def _start_prices(p: Scaled) -> tuple[Floats, Floats, Floats, Floats]:
+    # Prices that sum to 1 over levels, and of which resources take an equal part.
     y = np.where(p.demands, 1.0 / max(float(p.count @ p.level), _TINY), 0.0)
     weight = float(p.count @ (y + p.gain.max(axis=0))) / len(p.capacity)
     price = np.full(len(p.capacity), weight)
@@ -163,6 +172,7 @@ def _start_prices(p: Scaled) -> tuple[Floats, Floats, Floats, Floats]:
 
 def _start_prices_by_row(p: Scaled) -> tuple[Floats, Floats, Floats, Floats]:
     """Without z gains may lie decades apart: each row starts on its own scale."""
+    # As above, on the scale of each row's own gains.
     gain = np.abs(p.gain).max(axis=0)
     price = np.full(len(p.capacity), max(float(p.count @ gain), _TINY) / len(p.capacity))
     rent = p.usage * (p.resources.T @ price)[:, None]
@@ -238,6 +248,7 @@ class _System:
         self.p, self.at = p, at
         self.d = at.x / at.r  # 0 where a row does not run
         total = np.add.reduce(self.d, axis=0)
+        # t: the mean rate weighted by d, so that ``apart`` is orthogonal to it.
         self.mean = np.add.reduce(self.d * p.rate, axis=0) / np.maximum(total, _TINY)
         self.y = np.maximum(at.y, _TINY)
         self.vy = at.v / self.y
@@ -246,6 +257,8 @@ class _System:
         self.apart = p.rate - self.mean
         slack = np.add.reduce(self.d * np.square(self.apart), axis=0) + self.vy
         su = at.s / at.u
+        # [rows] the 2 x 2 system of each row, inverted in closed form: det > 0, as all its terms
+        # are.
         a, sm = total + su, su * np.square(self.mean)
         det = a * slack + sm * total
         if p.idle is not None:
@@ -275,6 +288,7 @@ class _System:
         block = -(p.resources * over_rows(ds * p.usage * n)) @ p.resources.T
         block.reshape(-1)[:: size + 1] -= self.at.w / self.at.price
         if size < SMALL:
+            # Row by row in a fixed order, as the compiled steps add.
             for row in range(size):
                 block[row] -= over_rows(self.q[row] * n * self.alpha_l)
                 block[row] += over_rows(self.k[row] * n * self.beta_l)
@@ -288,6 +302,7 @@ class _System:
             matrix[size, size] = over_rows(n * (p.level * self.beta_z))
         else:
             matrix[size, size] = 1.0
+        # NaN or infinity anywhere says that the numbers gave out.
         self.sound = bool(np.isfinite(matrix).all())
         # Scaled to a unit diagonal, as prices may lie decades apart.
         self.unit = 1.0 / np.sqrt(np.maximum(np.abs(matrix.diagonal()), _TINY))
@@ -296,6 +311,7 @@ class _System:
     def _mend(self) -> None:
         """By how much the point is infeasible, the same for every direction from it."""
         p, at = self.p, self.at
+        # Dual infeasibility: reduced costs that are not the slacks r.
         reduced = at.u - at.y * p.rate + p.usage * (p.resources.T @ at.price)[:, None] - p.gain
         self.fd = reduced - at.r
         if p.holes is not None:
@@ -314,6 +330,7 @@ class _System:
     def direction(self, change: Floats) -> Point:
         """The step whose products change by ``change`` (all) and that removes infeasibility."""
         p, at, n = self.p, self.at, self.p.count
+        # A point only to name the parts of ``change``; its dual half is not used.
         xi = Point(*at.rows, change, at.dual, 0.0)
         step = at.empty_like()
         first = xi.x / at.r
@@ -323,18 +340,21 @@ class _System:
         su, vy = xi.s / at.u, xi.v / self.y
         if p.idle is not None:
             vy[p.idle] = 0.0
+        # h, k: what each row still lacks in time and demand, its own columns eliminated.
         h = self.f1 - np.add.reduce(e, axis=0) - su
         k = self.f2 - np.add.reduce(self.apart * e, axis=0) + vy + self.mean * su
         alpha = -self.ia * h + self.ib * k
         beta = -self.ib * h + self.ic * k
         size = len(p.capacity)
         right = np.zeros(size + 1)
+        # Resources' right side, after the rows' part is taken off.
         right[:size] = self.f3 - p.resources @ over_rows(e * p.usage * n) - xi.w / at.price
         right[:size] += over_rows(self.q * (n * alpha) - self.k * (n * beta))
         if p.has_level:
             right[size] = 1.0 - self.spent - over_rows(n * (p.level * beta))
         answer = _solved(self.balanced, right * self.unit, ordered=p.own) * self.unit
         dl, dz = answer[:size], float(answer[size])
+        # Back substitution: rows from resources and z, then columns from rows.
         alpha = alpha + np.add.reduce(dl[:, None] * self.alpha_l, axis=0) + self.alpha_z * dz
         beta = beta + np.add.reduce(dl[:, None] * self.beta_l, axis=0) + self.beta_z * dz
         lent = p.usage * (p.resources.T @ dl)[:, None]
@@ -403,10 +423,12 @@ def eliminate(matrix: list[list[float]], right: list[float]) -> bool:
 class _Reach:
     """How far a step may go from a point until something is 0."""
 
+    # Where nothing runs both are 0, and a step there says nothing.
     def __init__(self, p: Scaled, at: Point) -> None:
         self.primal = at.primal if p.holes is None else np.where(at.primal > 0, at.primal, 1.0)
         self.dual = at.dual if p.idle is None else np.where(at.dual > 0, at.dual, 1.0)
 
+    # The longest negative part decides; what grows is no limit.
     def lengths(self, step: Point, keep: float) -> tuple[float, float]:
         """Parts of the step, primal and dual, that ``keep`` everything positive; 1 at most."""
         primal = -float(np.minimum.reduce(step.primal / self.primal))
@@ -467,9 +489,11 @@ def _iterate(
     best: Solution | None = None
     iteration = idle = 0
     while iteration < MAX_ITERATIONS:
+        # A look at the true gap costs as much as an iteration, so only near the end.
         stops = should_stop()
         if stops or (iteration and is_near(scaled, point)):
             found = read_back(program, scaled, point, iteration)
+            # Numbers that get no better for some looks will not: the best point stays.
             idle = 0 if best is None or found.gap < 0.5 * best.gap else idle + 1
             best = found if best is None or found.gap < best.gap else best
             if stops or best.gap < TOLERANCE or idle >= _PATIENCE:

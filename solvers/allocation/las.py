@@ -74,6 +74,7 @@ def centre(
     open_ = [{j for j, able in enumerate(row) if able} for row in runs]
     asks = [n * s * p for n, s, p in zip(counts, scales, levels, strict=True)]
     limits = _limits(open_, asks, capacity)
+    # By the slowest class alone, and by each set of types.
     z = min(1.0 / max(levels), min(limits.values()))
     # Sets that limit z are full in every optimum: classes inside have just their demand, and the
     # types of such a set are closed to all others. What is left to choose has an interior.
@@ -101,6 +102,7 @@ def _limits(
 ) -> dict[frozenset[int], float]:
     """The upper limit on z for each union of the classes' types."""
     unions: set[frozenset[int]] = set()
+    # Closed under union: other sets of types limit nothing more (Hall).
     for mine in {frozenset(one) for one in open_}:
         unions |= {mine | other for other in unions} | {mine}
     return {
@@ -116,12 +118,15 @@ def _newton(
     """From a point that need not fill the pool rightly; steps keep all slacks positive."""
     types = range(len(capacity))
     x = []
+    # Each class begins with the middle of its time, spread by the size of its types.
     for one, before in zip(classes, start, strict=True):
         room = sum(capacity[j] for j in one.types)
         time = 0.5 * (one.low + one.high)
         row = [time * capacity[j] / room if j in one.types else 0.0 for j in types]
         had = sum(before) if before else 0.0
         if before and (one.low < had < one.high or one.low == one.high):
+            # The former point scaled to the present total; a type that it lacked gets the even
+            # share.
             part = 1.0 if one.low < one.high else one.low / had
             row = [part * before[j] or row[j] if j in one.types else 0.0 for j in types]
         x.append(row)
@@ -133,6 +138,8 @@ def _newton(
     w = [0.0 if full[j] else max(capacity[j] - used[j], 0.1 * capacity[j]) for j in types]
     price = [0.0 if full[j] else 1.0 / w[j] for j in types]
     mu = [0.0] * len(classes)
+    # Until the step is next to nothing: it converges quadratically, so the next would be its
+    # square.
     for _ in range(MAX_ITERATIONS):
         step = _step(classes, capacity, full, x, w, price, mu)
         if step is None:
@@ -141,11 +148,14 @@ def _newton(
         change, part = 0.0, 1.0
         for one, row, drow in zip(classes, x, dx, strict=True):
             for j in one.types:
+                # No value may shrink by more than ``_KEEP`` of itself in a step: logarithms stay
+                # finite.
                 ratio = drow[j] / row[j]
                 change = max(change, abs(ratio))
                 part = min(part, -_KEEP / ratio) if ratio < -_KEEP else part
             if one.high > one.low:
                 total, gain = sum(row), sum(drow)
+                # Neither may the total come nearer to an end of its range.
                 ratio = gain / ((one.high if gain > 0 else one.low) - total)
                 part = min(part, _KEEP / ratio) if ratio > _KEEP else part
         for j in types:
@@ -179,6 +189,7 @@ def _step(
     for j in types:
         matrix[j][j] = w[j] * w[j]
         right[j] = 2.0 * w[j] - w[j] * w[j] * price[j] - capacity[j]
+    # [types, types] the prices' system: each class is eliminated by its total, a rank-one term.
     parts, largest = [], 0.0
     for one, row, m in zip(classes, x, mu, strict=True):
         total = sum(row)
@@ -187,6 +198,7 @@ def _step(
             slope, give, miss = above - below, 1.0 / (above * above + below * below), 0.0
         else:
             slope, give, miss = m, 0.0, one.low - total
+        # Multiplied by x^2, as 1/x overflows where x goes to 0.
         square = [value * value for value in row]
         off = [
             value - value * value * (slope + one.scale * price[j]) if value else 0.0
@@ -210,6 +222,7 @@ def _step(
     dprice = _solved(matrix, right)
     if dprice is None:
         return None
+    # Back from prices to classes.
     dx, dmu = [], []
     for one, (square, off, pivot, lift) in zip(classes, parts, strict=True):
         nu = lift - one.scale * sum(b * d for b, d in zip(square, dprice, strict=True)) / pivot
@@ -227,6 +240,7 @@ def _solved(matrix: list[Row], right: Row) -> Row | None:
     rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
     for j in range(size):
         pivot = rows[j][j]
+        # Not ``<= 0``: NaN is refused as well.
         if not pivot > 0.0:
             return None
         for k in range(j + 1, size):
@@ -282,6 +296,7 @@ class WarmMaxMin:
         runs = np.flatnonzero((rate > 0) & (scale <= self.capacity))
         if not len(runs):
             raise ProblemError("a class of jobs runs on no device type of the pool")
+        # Each class has two rows behind those of types: time, then demand.
         row = len(self.capacity) + 2 * len(self.level)
         best = float(rate.max())
         self.session.add_rows(np.array([-np.inf, 0.0]), np.array([0.0, np.inf]))
@@ -313,6 +328,7 @@ class WarmMaxMin:
         for kind in np.flatnonzero((rates > 0).all(axis=0) & (scale <= self.capacity)).tolist():
             one, two = rates[0, kind] / self.best[a], rates[1, kind] / self.best[b]
             if a == b:
+                # A pair of one class takes twice its time and gives both rates.
                 rows, values = [kind, first, first + 1], [scale, 2.0, one + two]
                 self.twins.setdefault(a, []).append(self._columns)
             else:
@@ -329,6 +345,7 @@ class WarmMaxMin:
         """Say how many jobs some classes hold now [classes]."""
         rows = len(self.capacity) + 2 * classes
         self.session.set_rows(rows, np.full(len(rows), -np.inf), counts.astype(float))
+        # The number of jobs bounds the time, and multiplies the demand for z.
         for number, count in zip(classes.tolist(), counts.tolist(), strict=True):
             row = len(self.capacity) + 2 * number
             self.session.set_coefficient(row + 1, 0, -count * self.level[number])

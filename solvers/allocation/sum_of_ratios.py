@@ -110,12 +110,15 @@ class _Search:
         floors = Total(worth=0 * self.instance.rate, charge=dollars, floor=floor)
         if not len(self.bound_jobs):
             return self._outcome([self._node((), 0)], 1)
+        # An allocation that meets the floors, whatever it is worth: the search begins with a known
+        # value.
         self._offer(floors.optimise(self.instance).x)
         heap = [self._node((), 0)]
         # A good allocation first: what it is worth closes most nodes before they are cut.
         self._ascend(heap[0].x)
         closed: list[_Node] = []
         nodes = 1
+        # Work is nodes times columns, as a program's time goes with them: equal on every machine.
         most = max(_WORK // max(sum(len(ways.value) for ways in self.ways.values()), 1), 40)
         while heap and not self._is_close(heap[0]) and nodes < most:
             if self.instance.should_stop():
@@ -125,6 +128,7 @@ class _Search:
                 cut = RegionCut(node.cut_job, node.cut_dollars, is_at_most)
                 child = self._node((*node.cuts, cut), nodes)
                 nodes += 1
+                # Closed children still bound the answer: they stay in the proof.
                 if self._is_close(child):
                     closed.append(child)
                 else:
@@ -140,6 +144,7 @@ class _Search:
         rows = self.bound_jobs
         reached = (self.instance.rate[rows] * x[rows]).sum(axis=1)
         exact = np.zeros_like(x)
+        # Scaled to the floor exactly: less of the same keeps the ratio and frees devices.
         exact[rows] = x[rows] * (self.goal.floor[rows] / reached)[:, None]
         value = float((self.goal.floor[rows] / (self.paid[rows] * exact[rows]).sum(axis=1)).sum())
         if value > self.best_value:
@@ -164,6 +169,7 @@ class _Search:
         """Corners of {x >= 0: T x = f, sum x <= 1, low <= d x <= high}."""
         instance, floor = self.instance, self.goal.floor[job]
         columns = np.flatnonzero(instance.rate[job] > 0)
+        # y are parts of the work, x = y T of time; corners are sought in y.
         time = floor / instance.rate[job, columns]  # if all work is done there
         dollars = self.paid[job, columns] * time
         parts = np.array(list(_corners(time, dollars, low, high))).reshape(-1, len(columns))
@@ -191,6 +197,7 @@ class _Search:
         bound = float(prices @ self.instance.capacity) + self.free_value
         bound += sum(float((way.value - way.use @ prices).max()) for way in ways)
         x, thought = self._mixed(ways, answer.values)
+        # Only without lacking devices is it an allocation.
         if slack <= _SLACK:
             self._offer(x)
         dollars = (self.paid * x).sum(axis=1)[self.bound_jobs]
@@ -198,6 +205,7 @@ class _Search:
         # The job that the program overrates most: cut where it is now, neither half overrates it
         # there.
         worst = int(np.argmax(over))
+        # What is overrated by rounding alone is exact: the node needs no cut.
         splits = over[worst] > 1e-12 * thought[worst]
         return _Node(
             -bound, number, cuts, prices, x,
@@ -209,6 +217,7 @@ class _Search:
         kinds, jobs = len(self.instance.capacity), len(ways)
         session = LinearSession()
         session.add_rows(
+            # Each job's weights sum to 1, whatever is lacking is bought at the penalty.
             np.concatenate((np.full(kinds, -np.inf), np.ones(jobs))),
             np.concatenate((self.instance.capacity, np.ones(jobs))),
         )
@@ -221,6 +230,7 @@ class _Search:
         session.add_columns(np.concatenate(values), starts, rows[kept], entries[kept])
         lack = -np.full(kinds, self.penalty)
         session.add_columns(lack, np.arange(kinds), np.arange(kinds), -np.ones(kinds))
+        # So there is an optimum in every node.
         answer = session.solve()
         if answer is None:
             raise BackendError("HiGHS found no optimum of a program that has one")
@@ -241,6 +251,7 @@ class _Search:
         ways = [self._ways_of(job, 0.0, np.inf) for job in self.bound_jobs.tolist()]
         for _ in range(_ASCENTS):
             dollars = (self.paid * x).sum(axis=1)
+            # The slope of f / d at the present dollars, along each way.
             tangents = [
                 -self.goal.floor[job] / dollars[job] * (way.x @ self.paid[job] / dollars[job])
                 for job, way in zip(self.bound_jobs, ways, strict=True)
@@ -283,6 +294,7 @@ class _Search:
         if not free.any():
             return np.zeros_like(instance.rate)
         used = ((self.best * instance.usage) @ instance.resources.T).sum(axis=0)
+        # Columns of a device type that is full are left out; remainders by rounding count as full.
         left = np.maximum(instance.capacity - used, 0.0)
         left[left < PRECISION * instance.capacity] = 0.0
         allowed = self.cheapest >= self.cheapest.max(axis=1)[:, None] * (1 - 1e-12)
@@ -294,6 +306,7 @@ class _Search:
         rest = replace(
             instance,
             rate=np.where(allowed, instance.rate, 0.0),
+            # Full ones are closed above; their capacity only must not be 0.
             capacity=np.where(left > 0, left, instance.capacity),
         )
         return optimise(rest, rest.program(level=level)).x
@@ -317,11 +330,13 @@ def _corners(time: Floats, dollars: Floats, low: float, high: float) -> Iterator
             and low * (1 - PRECISION) <= paid <= high * (1 + PRECISION)
         )
 
+    # k columns need k equations: the sum, and k - 1 limits met. More than two limits never meet.
     for size in range(1, min(len(limits), 2) + 2):
         for chosen in combinations(range(number), size):
             for tight in combinations(limits, size - 1):
                 matrix = np.array([np.ones(size), *(row[list(chosen)] for row, _ in tight)])
                 right = np.array([1.0, *(value for _, value in tight)])
+                # Parallel limits have no corner of their own.
                 if abs(np.linalg.det(matrix)) <= 1e-12 * np.abs(matrix).max(axis=1).prod():
                     continue
                 y = np.zeros(number)

@@ -81,10 +81,12 @@ def lifetimes(available: Sequence[int | None], tick_seconds: float) -> list[Life
     start = 0
     for tick in range(len(available) + 1):
         now = available[tick] if tick < len(available) else None
+        # A run goes on while the machine is there; unknown ticks and the end close it like a loss.
         if now == 1 and tick < len(available):
             continue
         if tick > start:
             before = available[start - 1] if start else None
+            # Lost only if the next tick is known to be without; aged only if the one before was.
             found.append(Lifetime((tick - start) * tick_seconds, now == 0, has_age=before == 0))
         start = tick + 1
     return found
@@ -107,6 +109,7 @@ def rates_by_age(seen: Iterable[Lifetime]) -> list[PreemptionRate]:
     edges = [3600 * hours for hours in AGES_HOURS]
     rows = []
     for low, high in zip(edges, [*edges[1:], inf], strict=True):
+        # Each lifetime counts for the part of it within the class.
         total = sum(min(one.seconds, high) - low for one in aged if one.seconds > low)
         lost = sum(one.is_preempted and low < one.seconds <= high for one in aged)
         if total > 0:
@@ -128,6 +131,7 @@ def _rate(age: float | None, at_risk_seconds: float, lost: int) -> PreemptionRat
         at_risk_seconds=at_risk_seconds,
         num_preemptions=lost,
         mean_seconds=at_risk_seconds / lost if lost else None,
+        # Where nothing was lost the upper end is unknown; the lower one still holds.
         low_seconds=2 * at_risk_seconds / float(chi2.ppf(1 - tail, 2 * lost + 2)),
         high_seconds=2 * at_risk_seconds / float(chi2.ppf(tail, 2 * lost)) if lost else None,
     )
@@ -192,13 +196,16 @@ def _restricted_mean(
     """
     from scipy.stats import norm
 
+    # The curve is a step function: constant between losses, so areas are rectangles.
     edges = np.concatenate(([0.0], times))
     heights = np.concatenate(([1.0], alive))[:-1]
     areas = np.diff(edges) * heights
     after = areas[::-1].cumsum()[::-1] - areas  # from each time to the longest
+    # At each loss: machines of at least that age.
     risk = np.array([(seconds >= time).sum() for time in times])
     died = np.array([((seconds == time) & preempted).sum() for time in times])
     left = risk - died
+    # The last term is 0 / 0 where all go: nothing is left to be uncertain about.
     terms = np.where(left > 0, after**2 * died / np.maximum(risk * left, 1), 0.0)
     half = float(norm.ppf(0.5 + CONFIDENCE / 2)) * float(np.sqrt(terms.sum()))
     return float(areas.sum()), half
@@ -254,6 +261,7 @@ def interval_seconds(
     ``ticks`` are numbers of machines, and the seconds of a tick.
     """
     seen = [
+        # Whether any machine is there, whatever their number.
         lifetime
         for there, tick_seconds in ticks
         for lifetime in lifetimes(
@@ -357,6 +365,7 @@ def availability_correlation(one: Availability, other: Availability) -> float | 
     shift = round(later / one.tick_seconds)
     if abs(later - shift * one.tick_seconds) > 1e-3:
         return None
+    # The later window's first tick lies beside this tick of the earlier one.
     first, second = (one, other) if shift >= 0 else (other, one)
     pairs = [
         (a, b)
@@ -380,9 +389,11 @@ def _correlation(values: NDArray[np.float64], weights: NDArray[np.float64]) -> f
     total = weights.sum()
     if total <= 0:
         return None
+    # Unknown prices are NaN, and NaN times 0 is NaN.
     values = np.where(weights > 0, values, 0.0)
     centred = values - (values @ weights / total)[:, None]
     spread = np.sqrt((centred**2) @ weights)
+    # Constant but for rounding: no correlation.
     scale = np.sqrt((values**2) @ weights)
     if (spread <= 1e-9 * scale).any():
         return None

@@ -85,6 +85,7 @@ class Traces:
             raise _without_start(self.title)
         ticks = (seconds - self.begin_seconds) / self.tick_seconds
         ticks = min(max(ticks, 0.0), float(len(self.ticks[0])))
+        # A tick that the time cuts is in neither part.
         before, after = floor(ticks), ceil(ticks)
         begin = self.begin_seconds + after * self.tick_seconds
         return self._cut(0, before), self._with(lambda zone: zone[after:], begin_seconds=begin)
@@ -106,6 +107,7 @@ class Traces:
         """So many ticks from the first on, with so many machines at most; None where unknown."""
         cut = self._cut(first, first + num_ticks)
         prices: Any = cut.spot_dollars_per_hour
+        # One unknown tick makes all that follows a guess.
         if any(None in zone for zone in (*cut.ticks, *(prices or ()))):
             return None
         there = [tuple(min(tick, most) for tick in zone if tick is not None) for zone in cut.ticks]
@@ -169,6 +171,7 @@ def windows_of(
     left_out, unused = 0, 0.0
     for trace in traces:
         tick_seconds, span = trace.tick_seconds, len(trace.ticks[0])
+        # In ticks; None: without a gap.
         step = num_ticks if every_seconds is None else round(every_seconds / tick_seconds)
         if step < 1:
             raise ProblemError(
@@ -196,6 +199,7 @@ def windows_of(
                 hint="give windows that are known until the deadline, or an earlier deadline",
             )
         left_out += len(starts) - known
+        # Only where windows follow each other is what they leave out unused.
         unused += (span - known * num_ticks) * tick_seconds if step == num_ticks else 0.0
     return Cut(windows=tuple(found), num_left_out=left_out, unused_seconds=unused)
 
@@ -250,6 +254,7 @@ def traces_of(windows: Sequence[_Told], prices: Sequence[PriceHistory] = ()) -> 
             )
     each = joined(windows)
     tick_seconds = each[0].tick_seconds
+    # The zones' common time begins with the last of them.
     begin = max(map(start_seconds, each))
     firsts = [whole_ticks(begin - start_seconds(one), tick_seconds, one.zone) for one in each]
     cut = list(zip(each, firsts, strict=True))
@@ -292,6 +297,7 @@ def _prices(window: Availability | Capacity, histories: Sequence[PriceHistory]) 
     history = found[0]
     times = np.array([*history.start_seconds(), history.end_seconds()])
     ticks = start_seconds(window) + window.tick_seconds * np.arange(len(_ticks(window)))
+    # A tick pays the price at its start.
     at = np.searchsorted(times, ticks, side="right") - 1
     dollars = history.dollars_per_hour
     return tuple(dollars[one] if 0 <= one < len(dollars) else None for one in at.tolist())
@@ -308,6 +314,7 @@ def longer_ticks(available: Sequence[int | None], ticks: int) -> Ticks:
 
 
 def _least(ticks: Sequence[int | None]) -> int | None:
+    # A tick with none has none, whatever the unknown ones were.
     known = [tick for tick in ticks if tick is not None]
     return min(known) if len(known) == len(ticks) or 0 in known else None
 
@@ -318,6 +325,7 @@ def fewest_parts(tick_seconds: float, needed_seconds: float, deadline_seconds: f
     1 where it does without, or where no number up to 60 helps.
     """
     for parts in range(1, _MOST_PARTS + 1):
+        # Whole ticks of work must fit before the deadline in whole ticks too.
         length = tick_seconds / parts
         if ceil(needed_seconds / length - 1e-9) <= floor(deadline_seconds / length + 1e-9):
             return parts
@@ -367,6 +375,7 @@ def _trace(windows: Sequence[_Told]) -> _Told:
     first = min(windows, key=start_seconds)
     base, tick_seconds, zone = start_seconds(first), first.tick_seconds, first.zone
     offsets = [whole_ticks(start_seconds(one) - base, tick_seconds, zone) for one in windows]
+    # From the first tick known to the last one; gaps stay unknown.
     length = max(offset + len(_ticks(one)) for offset, one in zip(offsets, windows, strict=True))
     ticks: list[int | None] = [None] * length
     for offset, window in zip(offsets, windows, strict=True):

@@ -166,17 +166,15 @@ def least_seconds(problem: ParallelProblem, tried: list[TriedShape], below: floa
 
 
 def _is_too_full(problem: ParallelProblem, shape: InterleavedShape, below: float) -> bool:
-    """Whether a plan under ``below`` seconds overfills a device, however layers are cut.
-
-    No chunk may take longer than a cap, so few positions cannot hold little: what the first q of
-    them hold at least, on average, must fit. A chunk of x seconds holds at least x times the least
-    bytes of any layer by second.
-    """
+    """Whether a plan under ``below`` seconds overfills a device, however layers are cut."""
     option, p, v = shape.option, shape.num_positions, shape.num_model_chunks
     if option.memory_bytes is None:
         return False
+    # No chunk may take longer than ``cap``, so few positions cannot hold little: what the first q
+    # of them hold at least, on average, must fit.
     others = _least_seconds(problem, shape, 0.0)
     cap, whole = (below - others) / shape.passes, option.seconds[-1]
+    # A chunk of x seconds holds at least x times the least bytes of any layer by second.
     weights = _least_ratio(option.weights, option.seconds)
     stashed = _least_ratio(option.stashed, option.seconds) if option.recompute != "full" else 0.0
     inputs = min(option.inputs[1:-1]) if option.recompute == "full" else 0.0
@@ -188,7 +186,9 @@ def _is_too_full(problem: ParallelProblem, shape: InterleavedShape, below: float
         )
         bytes_per_second += [weights + number * stashed for number in in_flight]
         held += inputs * (sum(in_flight) - (in_flight[0] if q == 1 else 0))
+        # The other positions take at most their chunks at the cap; the rest lies on the first q.
         left, total = whole - (p - q) * v * cap, held
+        # In the chunks that hold the fewest bytes by second first: less is not possible.
         for each in sorted(bytes_per_second):
             total += each * min(max(left, 0.0), cap)
             left -= cap
@@ -214,6 +214,7 @@ def _shapes(problem: ParallelProblem, spaces: Spaces) -> Iterator[InterleavedSha
         units = -(-problem.global_batch_size // microbatch_size)
         for number, option in enumerate(spaces.of(microbatch_size).options):
             groups = problem.pools[option.pool].num_groups(option.tensor_parallel_size)
+            # A pipeline has two positions at least.
             for replicas in range(1, min(groups // 2, units) + 1):
                 if units % replicas:
                     continue
@@ -234,6 +235,7 @@ def _may_fit(shape: InterleavedShape) -> bool:
     option = shape.option
     if shape.num_chunks >= len(option.seconds):
         return False
+    # What is computed again is one chunk's at a time.
     stashed = option.stashed[-1] / (shape.num_model_chunks if option.recompute == "full" else 1)
     held = (option.weights[-1] + stashed) / shape.num_positions
     return option.memory_bytes is None or option.reserved_bytes + held <= option.memory_bytes * ROOM
@@ -245,8 +247,10 @@ def _least_seconds(
     """Seconds that no cut of a shape is faster than; ``slowest`` is its slowest chunk if known."""
     option, chunks = shape.option, shape.num_chunks
     if slowest is None:
+        # The slowest chunk holds a whole layer, and has at least the mean.
         layers = (b - a for a, b in pairwise(option.seconds))
         slowest = max(option.seconds[-1] / chunks, *layers)
+    # Each cut sends an output there and a gradient back; at least over the cheapest cuts.
     messages = 2 * sum(sorted(option.output_seconds[1:-1])[: chunks - 1])
     update = option.updates[-1] / shape.num_positions
     reduce = _least_reduce(problem, shape)
@@ -279,6 +283,7 @@ def _slowest_chunks(option: StageOption, num_chunks: int, effort: Effort) -> flo
     Raises:
         OutOfTimeError: The effort's limit came first; what was counted until then is kept.
     """
+    # Ascending: each call finds the one below in the cache, so recursion is one deep.
     for fewer in range(1, num_chunks):
         effort.check()
         _least_maxima(option, fewer)
@@ -287,14 +292,13 @@ def _slowest_chunks(option: StageOption, num_chunks: int, effort: Effort) -> flo
 
 @lru_cache(maxsize=128)
 def _chunk_seconds(option: StageOption) -> np.ndarray:
-    """[starts, ends] a chunk's passes, and what of a message is longer than a third of them.
-
-    Messages of up to a forward pass are hidden, by the timer of schedules to the last digit for
-    equal chunks. Longer ones are counted up to 13 % of a step too long.
-    """
+    """[starts, ends] a chunk's passes, and what of a message is longer than a third of them."""
     passes = stage_seconds(option, hides_messages=True)
     sent = np.array([*option.output_seconds[:-1], 0.0])
     back = np.array([0.0, *option.gradient_seconds[1:], 0.0])
+    # Messages of up to a forward pass, a third of the passes, are hidden: by the timer of
+    # schedules to the last digit for equal chunks. Longer ones are counted up to 13 % of a step
+    # too long.
     more = np.maximum(sent[None, :], back[:, None]) - passes / 3
     found: np.ndarray = passes + np.maximum(more, 0.0)
     return found
@@ -305,6 +309,7 @@ def _least_maxima(option: StageOption, num_chunks: int) -> np.ndarray:
     """[ends] likewise for layers 0 to ``end - 1``."""
     seconds = _chunk_seconds(option)
     if num_chunks == 1:
+        # A chunk has a layer at least.
         first: np.ndarray = np.where(np.arange(len(seconds)) == 0, inf, seconds[0])
         return first
     before = _least_maxima(option, num_chunks - 1)
@@ -315,33 +320,21 @@ def _least_maxima(option: StageOption, num_chunks: int) -> np.ndarray:
 def _planned(
     problem: ParallelProblem, shape: InterleavedShape, slowest: float, work: "_Work"
 ) -> Interleaved | None:
-    """The plan of a shape whose chunks are the most alike under that cap.
-
-    Where these do not fit, the slowest chunk is as fast as a search for cuts that fit finds.
-
-    Args:
-        problem: Whose layers.
-        shape: The degrees.
-        slowest: Seconds of the slowest chunk, for which a cut exists.
-        work: What the search may still take.
-
-    Returns:
-        None if no cut that fits was found.
-
-    Raises:
-        OutOfTimeError: The limit of time came first.
-    """
+    """The plan whose chunks are most alike under that cap; None where no cut found fits."""
     option, positions = shape.option, shape.num_positions
     cuts: tuple[int, ...] | None = _even_cuts(option, shape.num_chunks, slowest, work.effort)
     assert cuts is not None
     memory = _memories(shape, cuts)
     if option.memory_bytes is not None and max(memory) > option.memory_bytes * ROOM:
+        # The even cut does not fit, so the slowest chunk is as fast as a search for cuts that fit
+        # finds.
         cuts = _fastest_that_fits(shape, work)
         if cuts is None:
             return None
         memory, seconds = _memories(shape, cuts), _chunk_seconds(option)
         slowest = max(float(seconds[start, end]) for start, end in pairwise(cuts))
     gradients, pool = _gradients(problem, shape), problem.pools[option.pool]
+    # The weights of chunks of a device are updated and reduced together.
     updates = tuple(option.updates[end] - option.updates[start] for start, end in pairwise(cuts))
     reduces = tuple(
         bucketed_ring_seconds(
@@ -372,6 +365,7 @@ def _even_cuts(
 ) -> tuple[int, ...]:
     """The cuts with the least sum of squared times, no chunk slower than the cap."""
     seconds = _chunk_seconds(option)
+    # [starts, ends] the sum of squares is least where chunks are alike.
     squares = np.where(seconds <= slowest * (1 + 1e-12), np.square(seconds), inf)
     least = np.where(np.arange(len(seconds)) == 0, 0.0, inf)
     parents = []
@@ -395,13 +389,12 @@ class _Work:
 
 
 def _fastest_that_fits(shape: InterleavedShape, work: _Work) -> tuple[int, ...] | None:
-    """The cuts that fit whose slowest chunk is the fastest, by bisection over chunks' times.
-
-    A larger cap allows all cuts of a smaller one, so bisection is right. Where the work is spent,
-    a cut that fits may be missed.
-    """
+    """The cuts that fit whose slowest chunk is the fastest, by bisection over chunks' times."""
+    # A larger cap allows all cuts of a smaller one, so bisection over chunks' times is right.
+    # Where the work is spent, a cut that fits may be missed.
     caps = np.unique(_chunk_seconds(shape.option))
     caps = caps[np.isfinite(caps)]
+    # Without a cap first: if nothing fits then, nothing does.
     found = _that_fit(shape, inf, work)
     low, high = 0, len(caps) - 1
     while found is not None and low < high:
@@ -415,10 +408,7 @@ def _fastest_that_fits(shape: InterleavedShape, work: _Work) -> tuple[int, ...] 
 
 
 def _that_fit(shape: InterleavedShape, cap: float, work: _Work) -> tuple[int, ...] | None:
-    """Cuts that fit, no chunk slower than the cap: depth first, chunk by chunk.
-
-    What a position holds only grows with more chunks, so a branch ends where it is too much.
-    """
+    """Cuts that fit, no chunk slower than the cap: depth first, chunk by chunk."""
     option, chunks = shape.option, shape.num_chunks
     seconds, size = _chunk_seconds(option), len(option.seconds) - 1
     room = (option.memory_bytes or inf) * ROOM
@@ -433,6 +423,7 @@ def _that_fit(shape: InterleavedShape, cap: float, work: _Work) -> tuple[int, ..
     cuts = [0]
     open_ends = [next_ends(cuts)]
     while open_ends and work.nodes > 0:
+        # Depth first, chunk by chunk: the iterator of each open chunk tells its next end.
         end = next(open_ends[-1], None)
         if end is None:
             open_ends.pop()
@@ -444,6 +435,7 @@ def _that_fit(shape: InterleavedShape, cap: float, work: _Work) -> tuple[int, ..
         work.effort.check()
         position = (len(cuts) - 1) % shape.num_positions
         cuts.append(end)
+        # What a position holds only grows with more chunks, so the branch ends here.
         if _memory(shape, tuple(cuts), position) > room:
             cuts.pop()
         elif len(cuts) > chunks:
@@ -459,11 +451,9 @@ def _memories(shape: InterleavedShape, cuts: tuple[int, ...]) -> tuple[float, ..
 
 
 def _memory(shape: InterleavedShape, cuts: tuple[int, ...], position: int) -> float:
-    """Bytes on each device of a position: all its chunks, at the schedule's fullest moment.
-
-    Chunks that are not cut yet hold nothing.
-    """
+    """Bytes on each device of a position: all its chunks, at the schedule's fullest moment."""
     option, p, v = shape.option, shape.num_positions, shape.num_model_chunks
+    # ``cuts`` may still be growing: chunks that are not cut yet hold nothing.
     own = [cuts[place : place + 2] for place in range(position, len(cuts) - 1, p)]
     weights = sum(option.weights[end] - option.weights[start] for start, end in own)
     weights += max(option.uneven_bytes(start, end) for start, end in own)

@@ -81,6 +81,7 @@ class ReplicaSearch:
     def _is_affordable(self, mix: tuple[int, ...]) -> bool:
         """Whether the pool has the devices of one stage."""
         options = [self.space.options[o] for o in mix]
+        # A pair has one replica of each type at least.
         fewest = self.d if len(mix) == 1 else 1
         room = all(fewest * o.tensor_parallel_size <= self.devices[o.pool] for o in options)
         return room and sum(self.devices[o.pool] // o.tensor_parallel_size for o in options) >= (
@@ -96,10 +97,13 @@ class ReplicaSearch:
             inf if p.memory_bytes is None else p.num_devices * p.memory_bytes * ROOM
             for p in self.problem.pools
         ]
+        # Not even spread over all memory does one copy of everything fit.
         if self.d * self.space.least_bytes > sum(rooms):
             return inf
         slowest = self.least_slowest
         passes = (self.num_microbatches - 1) * self.d / self.space.worth_per_second
+        # Of all m - 1 further microbatches each layer is priced at what it takes from the whole
+        # pool.
         through = self.space.least_priced(passes)
         return max(through, (self.num_microbatches - 1) * slowest + slowest)
 
@@ -140,8 +144,10 @@ class ReplicaSearch:
                 option = options[mix[0]]
                 alike.setdefault((option.pool, option.tensor_parallel_size), []).append(mix[0])
         for (pool, degree), numbers in alike.items():
+            # The fastest kind of recomputation first; slower ones save memory.
             numbers.sort(key=lambda number: options[number].seconds[-1])
             most = min(self.most_stages, self.devices[pool] // (self.d * degree))
+            # As many stages as there may be, and powers of two below.
             for num_stages in sorted({most, *(2**i for i in range(most.bit_length()))} - {0}):
                 if num_stages <= most:
                     found = self._balanced(numbers, num_stages, below)
@@ -153,12 +159,14 @@ class ReplicaSearch:
         """That plan, where each stage fits one of these options."""
         seconds = np.array(self.space.options[numbers[0]].seconds)
         whole = float(seconds[-1])
+        # Perfect balance would not be faster than what is known.
         if (self.num_microbatches - 1) * whole / num_stages + whole >= below:
             return None
         targets = whole * np.arange(1, num_stages) / num_stages
         cuts = np.abs(seconds[None, :] - targets[:, None]).argmin(axis=1)
         bounds = sorted({0, self.size, *cuts.tolist()})
         longest = float(np.diff(seconds[bounds]).max())
+        # Nor is this cut, before anything of it is timed.
         if (self.num_microbatches - 1) * longest + whole >= below:
             return None
         return self.of_path(tuple((numbers[0], *stage) for stage in pairwise(bounds)), below)
@@ -168,6 +176,7 @@ class ReplicaSearch:
 
         Bounds of many regions at once do not count a path's stages.
         """
+        # Bounds of many regions at once do not count a path's stages.
         if len(path) > self.most_stages:
             return None
         stages: list[tuple[int, int, tuple[int, ...], int]] = []
@@ -177,6 +186,7 @@ class ReplicaSearch:
             fitting = next(
                 (n for n in alike if self.space.options[n].fits(start, end, in_flight)), None
             )
+            # None of this type fits, with or without recomputation.
             if fitting is None:
                 return None
             stages.append((start, end, (fitting,), 0))
@@ -200,6 +210,7 @@ class ReplicaSearch:
         options, p = self.space.options, len(stages)
         between = self.space.between
         outputs, gradients = [], [0.0]
+        # A message is as slow as the slowest link of either side.
         for (_, end, before, _), (_, _, after, _) in pairwise(stages):
             both = [options[o] for o in (*before, *after)]
             crossing = 0.0 if between is None else between[np.ix_(before, after)][..., end].max()
@@ -249,6 +260,7 @@ class ReplicaSearch:
             max(one.reduce_seconds for one in chosen),
         ]
         total = passes + sum(ends)
+        # Too slow, so whether its replicas have places is not asked.
         if total >= below:
             return None
         groups = [
@@ -259,6 +271,7 @@ class ReplicaSearch:
         try:
             counts = deal_to_places(groups, fixed, self.d, self.problem.pools)
         except UndecidedError:
+            # Undecided is no plan here; the labels keep its bound.
             return None
         if counts is None:
             return None

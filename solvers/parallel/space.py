@@ -60,31 +60,27 @@ class StageOption:
         return float(once[start, end] + num_in_flight * each[start, end])
 
     def memory_with(self, share: int, start: int, end: int, num_in_flight: int) -> float:
-        """``stage_memory`` of a replica that keeps the state of ``share`` bytes of weights.
-
-        As layers are dealt whole, it is up to (d - 1) / d of the largest one more.
-        """
+        """``stage_memory`` of a replica that keeps the state of ``share`` bytes of weights."""
         whole, uneven = self.state_bytes * _weights(self)[start, end], self.uneven_bytes(start, end)
+        # Layers are dealt whole: a share may be up to (d - 1) / d of the largest layer too full.
         kept = min(self.state_bytes * share + uneven, whole) if share else 0.0
         even = whole / self.num_replicas + uneven
         return float(self.stage_memory(start, end, num_in_flight) - even + kept)
 
     def share_rooms(self, stages: Any, num_in_flight: int) -> np.ndarray:
-        """The most weights in bytes whose state a replica can keep: the ``share`` that fits.
-
-        Negative where it does not even fit without.
-
-        Args:
-            stages: What to take of tables [starts, ends].
-            num_in_flight: Microbatches.
-        """
+        """The most weights in bytes whose state a replica can keep: the ``share`` that fits."""
         whole: np.ndarray = _weights(self)[stages]
+        # Negative where a stage does not even fit without a share.
         if self.memory_bytes is None:
             return whole
         once, each = _held(self)
         uneven = most_uneven(self)[stages] / self.state_bytes
         held = once[stages] + num_in_flight * each[stages] - self.memory_bytes * ROOM
+        # [stages] bytes of weights whose state fits beside the rest; an equal share is counted in
+        # ``once``.
         free = whole / self.num_replicas + uneven - held / self.state_bytes
+        # Whole bytes, and without the slack: what is granted must fit whoever gets the largest
+        # layer.
         part = np.floor(np.clip(free - uneven, 0.0, whole)).astype(int)
         rooms: np.ndarray = np.where(free >= whole, whole, np.where(free < 0, -1, part))
         return rooms
@@ -121,9 +117,7 @@ class StageOption:
 def unlike_shares(
     smaller: StageOption, larger: StageOption, count: np.ndarray, stages: Any, num_in_flight: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Shares of the state on types of unlike memory, where equal ones do not fit.
-
-    They are as even as memory allows: replicas with less memory are full, others share the rest.
+    """Shares of the state on two types, as even as memory allows, where equal ones do not fit.
 
     Args:
         smaller: The type with less memory.
@@ -133,14 +127,15 @@ def unlike_shares(
         num_in_flight: Microbatches.
 
     Returns:
-        [stages, counts] whether there are such shares, and the bytes of weights whose state a
-        replica of each type keeps.
+        [stages, counts] whether there are such shares, and each type's bytes of weights.
     """
     d, whole = smaller.num_replicas, _weights(smaller)[stages][..., None]
     low, high = (o.share_rooms(stages, num_in_flight)[..., None] for o in (smaller, larger))
+    # Replicas with less memory are full; the others share the rest, rounded up.
     rest = -((whole - (d - count) * low) // -count)
     once, each = _held(smaller)
     assert smaller.memory_bytes is not None  # the other one has more
+    # Where equal shares fit, unlike ones only make the largest share larger.
     is_full = once[stages] + num_in_flight * each[stages] > smaller.memory_bytes * ROOM
     fits = (low >= 0) & (rest <= high) & (whole > 0) & is_full[..., None]
     return fits, np.broadcast_to(low, rest.shape), rest
@@ -209,6 +204,8 @@ def fitting_with(
     fits, num_replicas = fitting(options[number], num_in_flight), options[number].num_replicas
     for smaller, larger in unlike:
         if number in (smaller, larger):
+            # d - 1 of the larger type hold the most together: if these do not fit, no other number
+            # does.
             both, most = (options[smaller], options[larger]), np.array([num_replicas - 1])
             fits = fits | unlike_shares(*both, most, np.s_[:, :], num_in_flight)[0][..., 0]
     return fits
@@ -221,6 +218,8 @@ def _held(option: StageOption) -> tuple[np.ndarray, np.ndarray]:
     once = option.reserved_bytes + (weights[None, :] - weights[:, None])
     each = stashed[None, :] - stashed[:, None]
     if option.recompute == "full":
+        # The stage is computed again whole, for one microbatch at a time; the others keep their
+        # input.
         once = once + each
         each = np.broadcast_to(np.array(option.inputs)[:, None], once.shape)
     once = once + most_uneven(option) if option.uneven else once
@@ -295,12 +294,6 @@ class Spaces:
 def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int = 1) -> OptionSpace:
     """The options of every type, and their mixes of at most ``MOST_TYPES`` types.
 
-    Replicas of one degree share the state of a sharded optimizer. Each parameter is kept by one of
-    them. Of the s bytes of a stage, m are its largest layer's. The fullest of d then holds at most
-    (s + (d - 1) m) / d of them (Graham, 1969). With a share f in place of 1/d it holds at most
-    f s + (d - 1) m / d: who is furthest below its share gets the next parameter. Where weights are
-    shared too, parameters are cut, and shares are exact.
-
     Args:
         problem: Whose tables.
         microbatch_size: b, samples.
@@ -308,6 +301,7 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
     """
     options = tuple(_options(problem, microbatch_size, num_replicas))
     mixes: list[tuple[int, ...]] = []
+    # All replicas of a stage recompute alike.
     for recompute in problem.recompute:
         by_pool = [
             [
@@ -322,6 +316,8 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
                 mixes += [mix for mix in product(*chosen) if _may_mix(problem, options, mix)]
     layers = range(len(problem.layers))
     best = [min((o.seconds[i + 1] - o.seconds[i] for o in options), default=0.0) for i in layers]
+    # [options][layers] bytes that one replica holds over all its devices; recomputed layers may
+    # keep nothing.
     held = [
         o.tensor_parallel_size
         * (np.diff(o.weights) + (0.0 if o.recompute == "full" else np.diff(o.stashed)))
@@ -376,13 +372,11 @@ def _may_mix(
 def _worths(
     problem: ParallelProblem, options: tuple[StageOption, ...], unlike: tuple[tuple[int, int], ...]
 ) -> tuple[float, float, np.ndarray]:
-    """``least_worth``, ``worth_per_second`` and ``layer_costs`` of a space.
-
-    A layer that does not even fit alone costs nothing less than infinity.
-    """
+    """``least_worth``, ``worth_per_second`` and ``layer_costs`` of a space."""
     kinds: dict[tuple[int, int], np.ndarray] = {}
     layers = np.arange(len(problem.layers))
     for number, option in enumerate(options):
+        # A layer that does not even fit alone costs infinitely much.
         held = fitting_with(options, unlike, number, 1)[layers, layers + 1]
         seconds = np.where(held, np.diff(option.seconds), inf)
         key = option.pool, option.tensor_parallel_size
@@ -392,6 +386,8 @@ def _worths(
         own = {degree: each for (of, degree), each in kinds.items() if of == number}
         if not own:
             continue
+        # [layers] device seconds at each layer's best degree. A type's seconds are priced so that
+        # all layers cost 1 on it.
         work = np.min([degree * each for degree, each in own.items()], axis=0)
         whole = float(work[np.isfinite(work)].sum())
         offered += pool.num_devices / whole if whole else 0.0
@@ -458,6 +454,11 @@ def _option(
     # stage's own first output.
     gradients = sends[1:] if problem.cost_rule == "sailor" else sends[:-1]
     state, d = problem.state_bytes_per_weight_byte, num_replicas
+    # Replicas of one degree share the state, and each parameter is kept by one of them. Of a
+    # stage's s bytes let m be its largest layer's. The fullest of d holds at most (s + (d - 1) m)
+    # / d of them (Graham, 1969), and with a share f in place of 1/d at most f s + (d - 1) m / d:
+    # who is furthest below its share gets the next parameter. So ``weights`` count s / d, and
+    # ``uneven`` the rest. Cut parameters are shared exactly.
     held = problem.bytes_per_weight_byte - state + state / d
     updaters = d if problem.shard else 1
     is_cut = problem.shard == "all"

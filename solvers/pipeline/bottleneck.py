@@ -74,6 +74,8 @@ def search_line(
 
 
 def _between(low: float, high: float) -> float:
+    # Nothing is proved impossible yet: steps of eight find the magnitude. Then the geometric mean,
+    # as the ratio is what has to shrink.
     if low == 0:
         return high / 8
     return float(np.sqrt(low * high)) if high > 2 * low else (low + high) / 2
@@ -130,6 +132,9 @@ class MoveLine:
         self.memory_kind = number.reshape(-1)[of_move]
         self.floor = np.full((len(kinds), self.size + 1), self.size, np.int64)
         for index, (per_weight, stashes, flying, limit) in enumerate(kinds):
+            # A stage from c to e fits where own[e] - own[c] + flying x crossing[c] <= limit. The
+            # running maximum finds the first c that may do; where crossing tensors make a later
+            # one fail, ``_fit`` looks on.
             self.effort.check()
             own = per_weight * cuts.weight_bytes + stashes * cuts.activation_bytes
             best = np.maximum.accumulate(own - flying * cuts.crossing_bytes)
@@ -138,6 +143,8 @@ class MoveLine:
     def _batches(self) -> None:
         totals = np.array([sum(state.used) for state in self.space.states], np.int64)
         of_move = totals[self.target]
+        # Moves stand by target, and targets by the devices in use: each run is complete before it
+        # is a source.
         edges = np.flatnonzero(np.diff(of_move)) + 1
         starts = [0, *edges.tolist()] if len(of_move) else []
         ends = [*edges.tolist(), len(of_move)] if len(of_move) else []
@@ -173,7 +180,10 @@ class MoveLine:
         """
         reach = self._reach(limit)
         allowed = self._allowed(limit)
+        # [states, bandwidths] the least cut behind which all runs in time, by what the boundary
+        # needs.
         least = np.full((self.num_states, self.num_classes), self.size, np.int64)
+        # ``size`` means not at all; without devices only the end of the model is left.
         least[0] = self.size - 1
         kept: list[list[Ints]] = []
         for part, heads, targets in self.batches:
@@ -182,6 +192,7 @@ class MoveLine:
             for index, found in enumerate(results, start=1):
                 least[targets, index] = np.minimum.reduceat(found, heads)
             kept.append(results)
+        # Nothing is sent into cut 0, so its boundary is in time even over the slowest link.
         done = np.flatnonzero(least[:, -1] == 0)
         if not len(done):
             return None
@@ -189,6 +200,7 @@ class MoveLine:
 
     def _reach(self, limit: float) -> Ints:
         """[kinds, cuts + 1]: the least cut from which a stage up to this one is in time."""
+        # Prefix sums never fall, so the least begin is found by bisection for all ends at once.
         weights = self.costs.cuts.weight_bytes
         busy = {
             key: np.searchsorted(curve, curve - (limit * (1 + 1e-15) - self.own[key]), side="left")
@@ -197,6 +209,7 @@ class MoveLine:
         reach = np.full((len(self.kinds), self.size + 1), self.size, np.int64)
         for index, (sync, start) in enumerate(self.sync):
             found = busy[self.busy_of[index]]
+            # The all-reduce overlaps with passes: each has to be in time by itself.
             if start > limit:
                 found = np.full_like(found, self.size)
             elif sync > 0:
@@ -208,31 +221,34 @@ class MoveLine:
     def _allowed(self, limit: float) -> Ints:
         """[bandwidths, cuts + 2]: the first cut from here on whose boundary is in time."""
         positions = np.arange(self.size)
+        # A boundary that is too slow at a cut is passed by: the next allowed one, from the last
+        # cut back.
         inside = np.where(self.costs.boundary_seconds <= limit, positions[None, :], self.size)
         padded = np.full((self.num_classes, self.size + 2), self.size, np.int64)
         padded[:, : self.size] = np.minimum.accumulate(inside[:, ::-1], axis=1)[:, ::-1]
         return padded
 
     def _extend(self, part: slice, least: Ints, reach: Ints, allowed: Ints) -> list[Ints]:
+        # The stage ends where the rest begins: the least cut behind it, over a link both can have.
         last = least[self.source[part], self.need[part]]
         first = reach[self.kind[part], last]
         if self.limited:
             first = np.maximum(first, self.floor[self.memory_kind[part], last])
         results = []
+        # Class 0 is a device and itself, which no boundary is.
         for wanted in range(1, self.num_classes):
             table = np.maximum(self.span[part], wanted)
             found = allowed[table, first]
             if self.limited:
                 found = self._fit(part, found, last, table, allowed)
+            # A stage holds a layer at least.
             results.append(np.where(found < last, found, self.size))
         return results
 
     def _fit(self, part: slice, found: Ints, last: Ints, table: Ints, allowed: Ints) -> Ints:
-        """Move each first cut on until the stage fits its device's memory.
-
-        What crosses into a stage is kept as well, so a later cut may need more memory; hence
-        one cut after another is tried, twice as many at a time.
-        """
+        """Move each first cut on until the stage fits its device's memory."""
+        # What crosses into a stage is kept as well, so a later cut may need more memory; hence one
+        # cut after another is tried, twice as many at a time.
         found, width = found.copy(), 2
         open_ = np.flatnonzero(found < last)
         while len(open_):
@@ -260,6 +276,7 @@ class MoveLine:
 
     def _walk(self, state: int, least: Ints, kept: list[list[Ints]]) -> list[PlacedStage]:
         placed: list[PlacedStage] = []
+        # From the whole model back: the same choices, now by what each state kept.
         wanted = self.num_classes - 1
         cut = 0
         while state != 0:
@@ -341,6 +358,7 @@ def search_graph(
         cuts = np.flatnonzero(hopeful)
         if not len(cuts):
             continue
+        # [begins, ends] of stages; the best end for each begin.
         total = np.maximum(table.cost(move)[:, cuts], behind[cuts])
         chosen = total.argmin(axis=1)
         value, following = total[rows, chosen], cuts[chosen]
@@ -363,6 +381,7 @@ def _least_ahead(problem: PipelineProblem, costs: StageCosts, space: PlacementSp
         rates = [
             m * costs.slopes(own, m, span).per_compute for own, m, span in kinds if own == pool
         ]
+        # Layers on the pool that is best for them: only of one pool is a set's work known.
         if rates and len(problem.pools) == 1:
             work = costs.compute_seconds[pool] + costs.own_seconds[pool]
             found = np.minimum(found, min(rates) * work)

@@ -62,6 +62,7 @@ class SplitPool:
             ],
             dtype=np.float64,
         )
+        # B - 1: another device does a sample at least.
         self.limits = (self.batch - 1) // np.maximum(self.sizes, 1)
         lengths = [len(points) for _, points in self.options]
         self.starts = np.cumsum([0, *lengths])[:-1].astype(np.int64)
@@ -72,6 +73,7 @@ class SplitPool:
         left = np.maximum(seconds - self.exposed, 0.0)
         capped = np.minimum(left / self.seconds, self.limits)
         fit: Ints = capped.astype(np.int64)
+        # Division may round across a whole number either way, so the times themselves decide.
         fit += self.device_seconds(fit + 1) <= seconds  # division may round across a whole number
         fit -= (fit > 0) & (self.device_seconds(fit) > seconds)
         capped_fit: Ints = np.minimum(fit, self.limits)
@@ -126,6 +128,7 @@ def multiples(step: int, count: int) -> int:
 
 def repeated(bits: int, step: int, count: int) -> int:
     """A set and its copies moved up by step, 2 step, ..., count step."""
+    # Doubling, and a last shift for what is left: O(log count) operations on the whole set.
     copies = 1
     while 2 * copies <= count + 1:
         bits |= bits << (copies * step)
@@ -143,6 +146,7 @@ def members(bits: int) -> list[int]:
 
 def sumset(left: int, right: int, mask: int, stride: int = 1) -> int:
     """The set {a + stride b} over members a of ``left``, b of ``right``, cut by ``mask``."""
+    # A shift for each run of the right set, so the one with fewer runs stands there.
     if stride == 1 and _num_runs(left) < _num_runs(right):
         left, right = right, left
     smears = [left]  # smears[p] = left + stride {0, 1, ..., 2^p - 1}
@@ -154,6 +158,7 @@ def sumset(left: int, right: int, mask: int, stride: int = 1) -> int:
         while len(smears) <= power:
             last = smears[-1]
             smears.append((last | last << (stride << (len(smears) - 1))) & mask)
+        # Two smears of a power of two cover a run of any length.
         total |= smears[power] << (stride * start)
         if length & (length - 1):
             total |= smears[power] << (stride * (start + length - (1 << power)))
@@ -239,10 +244,12 @@ def feasible_sums(pool: SplitPool, counts: tuple[int, ...], seconds: float) -> F
     over = sum(count * top for count, top in zip(counts, tops, strict=True)) - pool.batch
     if over < 0:
         return None
+    # The fewer samples are undone, the shorter the sets: near the optimum a few bits.
     undone = over <= pool.batch
     target = over if undone else pool.batch
     types = [
         _type_sums(pool, passes, kind, count, tops[kind], undone, target)
+        # The types that can do most come first, as ``choose`` deals by them.
         for kind, count in sorted(enumerate(counts), key=lambda pair: (-tops[pair[0]], pair[0]))
         if count and tops[kind]
     ]
@@ -254,6 +261,7 @@ def _type_sums(
     pool: SplitPool, passes: Ints, kind: int, count: int, top: int, undone: bool, target: int
 ) -> TypeSums:
     entries = pool.entries(passes, kind)
+    # All amounts of a type are multiples of it, so sets are that much shorter.
     stride = gcd(*(size for size, _ in entries))
     width = target // stride
     base = 0
@@ -264,6 +272,7 @@ def _type_sums(
             base |= multiples(step, min(most, (width - first) // step)) << first
     if undone and top // stride <= width:
         base |= 1 << (top // stride)  # an unused device
+    # One bit more than the largest member, as 0 is one.
     return TypeSums(kind, count, top, stride, entries, Folds(base, (2 << width) - 1))
 
 
@@ -341,6 +350,8 @@ def _counts_by_pairs(
         return None  # the first choice was the only one
     chosen = greedy_counts(pool, tops, counts, limit)
     pivot = min(tops[kind] for kind, n in enumerate(chosen) if n)
+    # A device beyond the best ones is worth ``pivot`` at most; what better types do beyond that is
+    # the ideal.
     ideal = sum(n * max(0, top - pivot) for n, top in zip(counts, tops, strict=True))
     short = pivot * limit + ideal - pool.batch  # at `limit` devices; `pivot` less for each fewer
     goals = [(limit - i, short - pivot * i) for i in range(min(limit, short // pivot + 1))]
@@ -383,6 +394,7 @@ def _unpick(
     member = target[0] * row + target[1]
     used = [0] * len(counts)
     for index, kind in enumerate(kinds):
+        # The first choice whose rest can still be had: there is one, as the sums say so.
         for choice in members(folds[index][counts[kind]]):
             rest = member - choice
             if rest >= 0 and sums[index + 1] >> rest & 1:

@@ -70,6 +70,8 @@ def _all_alike(feasible: FeasibleSums) -> list[int] | None:
         return None
     left, totals = feasible.target, []
     for one, bits, after in zip(feasible.types, choices, suffixes[1:], strict=True):
+        # Contributions of samples undone ascend, of samples done descend: either way most work
+        # first.
         found = members(bits)
         order = found if feasible.undone else found[::-1]
         share = next(m for m in order if m <= left and after >> (left - m) & 1)
@@ -81,6 +83,7 @@ def _all_alike(feasible: FeasibleSums) -> list[int] | None:
 def _alike_sums(feasible: FeasibleSums, one: TypeSums) -> int:
     bits = 0
     for share in members(one.folds[1]):
+        # The total in samples, as types have unlike strides.
         total = share * one.stride * one.count
         if total <= feasible.target:
             bits |= 1 << total
@@ -92,6 +95,7 @@ def _best_share(feasible: FeasibleSums, index: int, left: int) -> tuple[int, Wor
     one, after = feasible.types[index], feasible.suffixes[index + 1]
     found = members(one.folds[one.count])
     order = found if feasible.undone else found[::-1]
+    # Only shares that the types behind can complete.
     possible = [m for m in order if (rest := left - m * one.stride) >= 0 and after >> rest & 1]
     for share in possible:
         alike = _alike(one, _done(feasible, one, one.count, share))
@@ -108,6 +112,7 @@ def _done(feasible: FeasibleSums, one: TypeSums, num_devices: int, share: int) -
 def _alike(one: TypeSums, done: int) -> Work | None:
     if done == 0:
         return Counter()
+    # The fewest devices first, as few as can do so much at all.
     for num_devices in range(-(-done // one.top), one.count + 1):
         each, rest = divmod(done, num_devices)
         if rest == 0 and fewest_passes(one.entries, each):
@@ -133,15 +138,18 @@ def _halved(feasible: FeasibleSums, one: TypeSums, share: int) -> Work:
         small = num_devices // 2
         large = num_devices - small
         fold, other = one.folds[small], one.folds[large]
+        # Halves that both can be had; the nearest to an equal part per device.
         fitting = [m for m in members(fold) if m <= part and other >> (part - m) & 1]
         half = min(fitting, key=lambda m: (abs(m * num_devices - part * small), m))
         tasks += [(small, half), (large, part - half)]
+    # An unused device does nothing.
     del work[0]
     return work
 
 
 def groups_of(pool: SplitPool, work: Mapping[int, Work], bound: float) -> tuple[ReplicaGroup, ...]:
     """The plan's groups: each device's work in the fewest passes of at most ``bound`` seconds."""
+    # The work was found in time: the same passes are allowed again.
     passes = pool.passes(bound)
     groups = []
     for kind, amounts in sorted(work.items()):
@@ -215,6 +223,8 @@ class _Search:
 
     def work(self, level: Level, seconds: float, rank: Rank) -> dict[int, Work]:
         """How the devices share out the batch, of all ways with this rank."""
+        # Alike devices first, without counting them first: of tables with this rank the simplest
+        # answer.
         tables = (
             self._table(level, seconds, counted=counted, alike=alike, keeps=True)
             for alike in (True, False)
@@ -236,10 +246,12 @@ class _Search:
         tops = pool.tops(passes)
         stride = gcd(pool.batch, *(int(size) for size in pool.sizes))
         target, limit = pool.batch // stride, level.num_devices if counted else 0
+        # ``work`` needs all stages; a rank only the last two.
         stages = sum(level.counts) if keeps else 2
         if stages * (target + 1) * (limit + 1) > _MOST_ENTRIES:
             raise TooMuchWorkError
         table = _Table(target, stride, limit, keeps=keeps)
+        # The types that can do most are added last, so ``work`` takes them first.
         for kind in sorted(range(len(tops)), key=lambda kind: (tops[kind], -kind)):
             if not level.counts[kind] or not tops[kind]:
                 continue
@@ -291,6 +303,7 @@ class _Table:
         for move in moves:
             rows = self._rows(move)
             if rows <= self.limit and move.strides <= self.target:
+                # Each move shifts the whole table: one operation for all numbers of samples.
                 end = self.target + 1 - move.strides
                 np.minimum(
                     best[rows:, move.strides :],
@@ -313,6 +326,8 @@ class _Table:
         found: dict[int, Work] = {}
         row, left = self.limit, self.target
         behind = [self.last, *(stage.costs for stage in self.stages[:-1])]
+        # What this stage and all behind it do in all; a move is right where the rest is what is
+        # behind.
         for stage, after in zip(reversed(self.stages), reversed(behind), strict=True):
             best = stage.costs[row, left]
             for move in sorted(stage.moves, key=lambda move: -move.strides):
@@ -329,6 +344,8 @@ class _Table:
 
 def _moves(entries: list[tuple[int, int]], stride: int) -> list[_Move]:
     """What one device can do, each amount in the fewest passes."""
+    # A number of passes is kept once for each amount: the first, with the largest size, is the
+    # fewest.
     fewest: dict[int, int] = {}
     for size, most in sorted(entries, reverse=True):  # larger sizes first need fewer passes
         for passes in range(1, most + 1):
@@ -371,7 +388,9 @@ def simplest(
     best: Rank = (nodes, number)
     if single is not None:
         best = min(best, (single.group.virtual_nodes, 1))
+    # No plan has fewer passes than samples over the largest size, nor fewer than two devices.
     least_nodes = -(-pool.batch // max(pool.sizes.tolist(), default=1))
+    # The most devices first: a low rank found there closes the narrower levels at once.
     for level in sorted(within, key=lambda level: -level.num_devices):  # least restricted first
         if best <= (least_nodes, 2):
             break
@@ -407,6 +426,7 @@ def _fastest_of_rank(
     best_step, best_level, best_seconds = limit_seconds, None, 0.0
     for level in within:
         bound = _seconds_left(level, best_step)
+        # Only times that improve the step found so far.
         if search.rank(level, bound, rank) != rank:
             continue
         times = candidates(search.pool, first_bound(search.pool, level), bound)

@@ -61,31 +61,30 @@ class Partners:
     """
 
     def __init__(self, rate: Floats, kind: Ints, runs: Bools, usage: Floats, alone: Bools) -> None:
-        """Build the tables.
-
-        Args:
-            rate: Of the first kind beside the second [kinds, kinds, columns].
-            kind: Of each member [members].
-            runs: Whether a member runs on a column [members, columns].
-            usage: What a member holds of a column [members, columns].
-            alone: Whether a member is a single job [members].
-        """
+        """Build the tables; ``rate`` [kinds, kinds, columns], ``kind`` and the others by member."""
         names, first, of = np.unique(kind, return_index=True, return_inverse=True)
         self.of: Ints = of.reshape(-1)
         self.alone, self.usage = alone, usage
         self.order = np.argsort(self.of, kind="stable")
         self.starts = np.searchsorted(self.of[self.order], np.arange(len(names)))
+        # [kinds, kinds, columns] of kinds that have members.
         both = rate[names[:, None], names]
         fits = ((both > 0) | (both.transpose(1, 0, 2) > 0)).any(axis=2)
+        # Two share a column only if they hold as much of it.
         fits &= (usage[first][:, None] == usage[first][None]).all(axis=2)
         most = max(int(fits.sum(axis=1).max(initial=0)), 1)
+        # Each kind's partners first, in order; what follows is filler up to the width of the
+        # fullest.
         self.partner = np.argsort(~fits, axis=1, kind="stable")[:, :most]
         rows = np.arange(len(names))[:, None]
         there = fits[rows, self.partner]
         self.rate = both[rows, self.partner]
         back = both[self.partner, rows]
+        # Where a kind stands among its partner's partners: so both sides of a pair find each
+        # other.
         place = np.cumsum(fits, axis=1) - 1
         self.back = np.where(there, place[self.partner, rows], 0)
+        # -1: a kind does not pair with itself.
         self.own = np.where(np.diagonal(fits), np.diagonal(place), -1)
         self.shut = ~(((self.rate > 0) | (back > 0)) & there[:, :, None])
         self.barred = self.shut[self.of] | ~runs[:, None, :]
@@ -125,6 +124,8 @@ class Partners:
         earned = earned if self.ordered else earned[self.of]
         owned = np.flatnonzero(self.own[self.of] >= 0)
         if len(owned):
+            # The best of a member's own kind may be itself, which is no company if it is a single
+            # job.
             earned[owned, self.own[self.of[owned]]] = self._own(value)[0][owned]
         return earned
 
@@ -134,6 +135,7 @@ class Partners:
         own = self.own[self.of]
         mine = np.where((own >= 0)[:, None], value[members, np.maximum(own, 0)], -np.inf)
         top, who = self._first(mine)
+        # Only the best can be the member itself, so the second best is enough.
         itself = self.alone[:, None] & (who == members[:, None])
         second, after = self._first(np.where(itself, -np.inf, mine))
         return np.where(itself, second, top), np.where(itself, after, who)
@@ -141,6 +143,7 @@ class Partners:
     def _first(self, value: Floats) -> tuple[Floats, Ints]:
         """For each member the best of its kind, the first of equals [members, columns]."""
         best = np.maximum.reduceat(value[self.order], self.starts, axis=0)[self.of]
+        # Of equal earnings the first member, so that answers do not depend on the order of sums.
         ties = np.where(value == best, np.arange(len(value))[:, None], len(value) - 1)
         who: Ints = np.minimum.reduceat(ties[self.order], self.starts, axis=0)
         return best, who[self.of]
@@ -152,6 +155,7 @@ class Partners:
         if self.single:
             who = self.order[other]
         else:
+            # Kinds have unlike numbers of members: padded to the largest, the rest never wins.
             size = np.diff(np.append(self.starts, len(value)))
             width = np.arange(int(size.max()))
             some = self.order[np.minimum(self.starts[other, None] + width, len(value) - 1)]
@@ -178,6 +182,7 @@ class Partners:
         flat = self._earned(value, rent).reshape(len(value), -1)
         top = flat.argmax(axis=1)
         unit = np.abs(value).max(axis=(1, 2), where=np.isfinite(value), initial=1e-300)
+        # What counts as a gain is relative to the largest earning of the kind.
         unit = np.maximum.reduceat(unit[self.order], self.starts)[self.of]
         member = np.flatnonzero(flat[np.arange(len(value)), top] > tolerance * unit)
         partner, column = np.divmod(top[member], value.shape[2])
@@ -267,11 +272,13 @@ def deal(
     rate_a = pairing.rate[kind[pairs.a], kind[pairs.b], pairs.column].tolist()
     rate_b = pairing.rate[kind[pairs.b], kind[pairs.a], pairs.column].tolist()
     pieces = _Pieces(program, groups, demand)
+    # What a group has: (rate, total time, where from).
     for g, c in zip(*(each.tolist() for each in np.nonzero(singles > 0)), strict=True):
         pieces.add(g, float(program.rate[groups.first[g], c]), float(singles[g, c]), ("x", c))
     a, b, time = pairs.a.tolist(), pairs.b.tolist(), pairs.time.tolist()
     for i in range(len(a)):
         if a[i] == b[i]:
+            # Within a group both sides are its own, so its members get twice the time.
             pieces.add(a[i], rate_a[i], 2.0 * time[i], ("a", i))
         else:
             pieces.add(a[i], rate_a[i], time[i], ("a", i))
@@ -285,6 +292,7 @@ def deal(
             for row, part in parts:
                 x[row, i] += part / program.count[row]
         elif side == "a" and a[i] == b[i]:
+            # A job cannot be beside itself for longer than others of its group are there.
             alone = max((part for row, part in parts if program.count[row] < 2), default=0.0)
             if alone > time[i] * (1.0 + SLACK):
                 clashes.add(a[i])
@@ -303,6 +311,7 @@ class _Pieces:
     """The times of each group at each rate, to be dealt out."""
 
     def __init__(self, program: FractionProgram, groups: Groups, demand: Floats) -> None:
+        # Within a group by demand, the least first: what the module's head deals by.
         order = np.lexsort((demand, groups.of))
         starts = np.searchsorted(groups.of[order], np.arange(groups.number + 1)).tolist()
         rows, count, needs = order.tolist(), program.count[order].tolist(), demand[order].tolist()
@@ -320,10 +329,13 @@ class _Pieces:
         """Which rows have how much of each time; rows from the least demand up."""
         answer: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
         for jobs, times in zip(self.jobs, self.times, strict=True):
+            # A single row gets all its group's times.
             if len(jobs) == 1:
                 for _, time, name in times:
                     answer[name].append((jobs[0][0], time))
             elif times:
+                # Time that nobody uses is time at rate 0: so each job gets exactly one unit of
+                # time.
                 idle = sum(count for _, count, _ in jobs) - sum(time for _, time, _ in times)
                 times.sort(key=lambda each: each[0])
                 for row, part, name in _dealt(jobs, [(0.0, max(idle, 0.0), ("", 0)), *times]):
@@ -335,11 +347,9 @@ class _Pieces:
 def _dealt(
     jobs: list[tuple[int, float, float]], times: list[tuple[float, float, tuple[str, int]]]
 ) -> Iterator[tuple[int, float, tuple[str, int]]]:
-    """Times in order of speed, dealt to (row, count, demand) in order of demand.
-
-    What earlier jobs left below their own rates stays there as ``below``; later jobs need more,
-    so they never reach below all of it.
-    """
+    """Times in order of speed, dealt to (row, count, demand) in order of demand."""
+    # What earlier jobs left below their own rates stays in ``below``. Later jobs need more, so
+    # they never reach below all of it.
     below: list[list[float]] = []  # [rate, time, place], slowest first
     above = [[rate, time, place] for place, (rate, time, _) in enumerate(times)]
     above.reverse()  # slowest last
@@ -351,9 +361,12 @@ def _dealt(
         start = 0
         mass, reached = _take(window, above, count, mass, reached)
         # Slide up until the mean is what the job demands.
+        # The slowest part of the window is swapped for the slowest above it: the times stay
+        # adjacent.
         while reached < demand * count and above:
             low, high = window[start], above[-1]
             gain, step = high[0] - low[0], min(low[1], high[1])
+            # The last swap takes only the part that the demand still lacks.
             done = gain * step >= demand * count - reached
             if done:
                 step = (demand * count - reached) / gain
@@ -395,6 +408,7 @@ def _take(
 
 
 def _put(pieces: list[list[float]], rate: float, time: float, place: float) -> None:
+    # Parts of one time stay one entry.
     if pieces and pieces[-1][2] == place:
         pieces[-1][1] += time
     else:
