@@ -83,6 +83,7 @@ class Program:
                 gapRel=0.0,
                 gapAbs=0.0,
                 timeLimit=time_limit_seconds,
+                # By default CBC ignores gains under 1e-5, and calls that optimal.
                 options=["increment 1e-11", "primalTolerance 1e-9", "integerTolerance 1e-9"],
             )
         options = {
@@ -136,15 +137,13 @@ class Program:
 
 
 def _silent_highs(options: Mapping[str, float | bool]) -> Any:
-    """A HiGHS that prints nothing from its first instruction on, with these options.
-
-    From highspy 1.16 on, ``Highs()`` prints when it sets its callbacks up, before it returns. So
-    the output is turned off at the start of that step, and again afterwards for versions that do
-    not take it.
-    """
+    """A HiGHS that prints nothing from its first instruction on, with these options."""
     import highspy
 
     class Silent(highspy.Highs):
+        # From highspy 1.16 on, ``Highs()`` prints when it sets its callbacks up, before it
+        # returns. So output is off from the start of that step, and again afterwards for versions
+        # without it.
         def enableCallbacks(self) -> None:
             self.setOptionValue("output_flag", False)
             super().enableCallbacks()  # type: ignore[no-untyped-call]
@@ -192,12 +191,7 @@ class LinearSession:
     """
 
     def __init__(self, *, generates_columns: bool = False) -> None:
-        """Start with an empty program.
-
-        Args:
-            generates_columns: Whether columns are added to an optimum to improve it; then the
-                primal simplex method goes on from there, else HiGHS chooses.
-        """
+        """Start with an empty program; ``generates_columns`` says that columns join an optimum."""
         import highspy
         import numpy
 
@@ -208,6 +202,7 @@ class LinearSession:
             "primal_feasibility_tolerance": 1e-9, "dual_feasibility_tolerance": 1e-9,
         })  # fmt: skip
         self._highs.changeObjectiveSense(highspy.ObjSense.kMaximize)
+        # HiGHS's numbers of the dual and the primal simplex method.
         self._dual, self._primal, self._grown = 1, 4, False
         self._generates_columns = generates_columns
         self._empty: Any = (numpy.zeros(0, numpy.int32), numpy.zeros(0))
@@ -262,6 +257,8 @@ class LinearSession:
             with_prices: Whether to read the prices, which take a moment; else there are none.
         """
         # A basis from before there were new columns is still a primal one.
+        # The primal method goes on from there; the dual one, HiGHS's choice, after changes of
+        # bounds.
         if self._generates_columns:
             strategy = self._primal if self._grown else self._dual
             self._highs.setOptionValue("simplex_strategy", strategy)

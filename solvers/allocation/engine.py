@@ -129,6 +129,7 @@ class MergedProgram:
         else:
             worth = np.zeros_like(instance.rate) if worth is None else worth
             kind = instance.kind
+            # Two keys as one number.
             alike = kind if key is None else key * (int(kind.max()) + 1) + kind
             small, row_of = merge(program, alike)
             first = np.unique(row_of, return_index=True)[1]
@@ -192,11 +193,9 @@ def optimise(
 
 
 def solve_alone(program: FractionProgram, should_stop: Callable[[], bool] = never) -> Solution:
-    """Solve without pairs: interior point, or simplex from there where that breaks down.
-
-    An interior point method may stop short on programs without an interior, such as those of
-    jobs that must keep exactly what is the most they can have.
-    """
+    """Solve without pairs: interior point, or simplex from there where that breaks down."""
+    # An interior point method may stop short on programs without an interior, such as those of
+    # jobs that must keep exactly what is the most they can have.
     near = solve_interior(program, _FASTEST_WALK, should_stop)
     if near is not None and (near.gap < ACCEPTED_GAP or should_stop()):
         return near
@@ -219,7 +218,10 @@ def tighten(program: FractionProgram, x: Floats) -> Floats:
     Entries that are dust beside their row's largest become 0; then everything gives way by a
     few units of the last place, by the most that a sum of that many terms can err.
     """
+    # Entries that are dust beside their row's largest become 0: dividing them again would only
+    # make noise.
     x = np.where(x < DUST * x.max(axis=1)[:, None], 0.0, x)
+    # The most that a sum of so many terms can err, in units of the last place.
     spare = 1.0 - 4 * np.finfo(float).eps * (x.shape[1] + 1)
     total = x.sum(axis=1)
     x = x * np.where(total > spare, spare / np.where(total > 0, total, 1.0), 1.0)[:, None]
@@ -232,14 +234,12 @@ def tighten(program: FractionProgram, x: Floats) -> Floats:
 
 
 def spread(totals: PairTimes, row_of: Ints, count: Floats) -> PairTimes:
-    """Pair times of merged rows as pair times of jobs, each member of a row the same share.
-
-    Members of two rows are laid end to end and cut at each other's borders, so few pairs have
-    a share; members of one row pair up around a circle.
-    """
+    """Pair times of merged rows as pair times of jobs, each member of a row the same share."""
     order = np.argsort(row_of, kind="stable")
     start = np.concatenate(([0], np.cumsum(count)[:-1])).astype(np.int64)
     parts: list[tuple[Ints, Ints, Ints, Floats]] = []
+    # Members of two rows are laid end to end and cut at each other's borders, so few pairs have a
+    # share; members of one row pair up around a circle.
     for a, b, c, time in zip(totals.a, totals.b, totals.column, totals.time, strict=True):
         left = order[start[a] : start[a] + int(count[a])]
         right = order[start[b] : start[b] + int(count[b])]
@@ -247,6 +247,7 @@ def spread(totals: PairTimes, row_of: Ints, count: Floats) -> PairTimes:
             first, second, part = _circle(left)
         else:
             n, m = len(left), len(right)
+            # Borders in units of 1 / (n m): whole numbers, so equal ones meet exactly.
             cuts = np.unique(np.concatenate((np.arange(n) * m, np.arange(m) * n)))
             ends = np.append(cuts[1:], n * m)
             first, second, part = left[cuts // m], right[cuts // n], (ends - cuts) / (n * m)
@@ -258,6 +259,7 @@ def spread(totals: PairTimes, row_of: Ints, count: Floats) -> PairTimes:
 
 
 def _circle(members: Ints) -> tuple[Ints, Ints, Floats]:
+    # Two around a circle would be one pair twice.
     if len(members) == 2:
         return members[:1], members[1:], np.ones(1)
     return members, np.roll(members, -1), np.full(len(members), 1.0 / len(members))

@@ -88,6 +88,7 @@ class Total:
         """
         floor = self.floor
         if floor is not None and (floor > 0).any():
+            # Raised a little where there is room, so that rounding never breaks a floor.
             floor = floor * (1.0 + FLOOR_MARGIN * (_room(instance, floor) > 1e-8))
         worth, charge = self.worth, self.charge
         program = instance.program(worth=worth, floor=floor, charge=charge, unit=self.unit)
@@ -116,6 +117,7 @@ class Ratio:
             return _best_columns(instance, self)
         found = Total(worth=self.worth, floor=self.floor).optimise(instance)
         earned, spent = _earned_and_spent(instance, found, self)
+        # q rises with each program; at the best ratio the optimum N - q D is 0.
         steps = 0
         while steps < MAX_CUTS:
             steps += 1
@@ -157,6 +159,7 @@ class LeastCurve:
         They refute each v with sum y_m * needed_m(v) > h, so the root of that equation is a lower
         bound.
         """
+        # A little under what each has alone: feasible, so its value is an upper bound.
         start = instance.isolated * 0.999
         upper = self.value(np.maximum(start, 1e-300))
         guess, lower = upper, self.lowest
@@ -165,16 +168,20 @@ class LeastCurve:
         cuts = 0
         while cuts < MAX_CUTS:
             cuts += 1
+            # What each job must have for no function to be above the guess.
             level = self.needed(guess)
             found = optimise(instance, instance.program(level=level))
             reached = self.value(found.throughput)
             if best is None or reached < best.objective:
                 best = replace(found, objective=reached)
+            # Prices y with sum y_m throughput_m <= h for every allocation refute each v with sum
+            # y_m needed_m(v) > h: the root of that equation is a lower bound.
             root = _root(self, found.job_prices, found.bound, lower, guess)
             if root > lower or proof is None:
                 lower, proof = max(lower, root), found
             if best.objective - lower <= PRECISION * best.objective or instance.should_stop():
                 break
+            # Just above what is proved: either it can be had, or its prices prove more.
             guess = lower * (1 + PRECISION / 4)
         assert best is not None
         assert proof is not None
@@ -204,6 +211,7 @@ def _room(instance: Instance, floor: Floats) -> float:
             hint=f"make {whose} at least {worst:.4g} times as long",
         )
     program = instance.program(level=floor)
+    # A few iterations tell that there is enough; how much does not matter.
     if instance.pair_rate is None and can_reach(program, 1.0 + ROOM):
         return ROOM
     found = optimise(instance, program)
@@ -235,6 +243,7 @@ def _root(goal: LeastCurve, y: Floats, bound: float, low: float, high: float) ->
     def excess(v: float) -> float:
         return float(y @ goal.needed(v)) - bound
 
+    # Needed falls with v, so the root is looked for upwards until the excess is gone.
     while excess(high) > 0:
         low, high = high, high + (abs(high) or 1.0)
     for _ in range(200):
@@ -273,9 +282,6 @@ def _best_columns(instance: Instance, goal: Ratio) -> Outcome:
         found, objective=earned / spent, bound=best, gap=max(0.0, 1 - earned / spent / best),
         method="the columns of the best ratio",
     )  # fmt: skip
-
-
-# A filled allocation may lose this part of the objective to rounding.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -436,6 +442,7 @@ def normalised(instance: Instance, weight: Floats | None = None) -> Floats:
 # optimum itself, so the policy's objective stays.
 
 
+# A filled allocation may lose this part of the objective to rounding.
 KEPT = 1e-9
 # Entries (rows x columns) of all programs together that are looked at without a time limit: half
 # a minute of work, some six times that of the optimum where that ends the filling.
@@ -463,6 +470,7 @@ def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outc
         unit=asked, weight=np.ones(len(asked)), entity=np.full(len(asked), -1, dtype=np.int64)
     )
     should_stop, late = instance.should_stop, "the time limit came before they were shared out"
+    # Without a limit of time, a number of looks: the same on every machine.
     if should_stop is never:
         rows = int(equal_rows(np.column_stack((instance.rate, asked))).max()) + 1
         pieces, done = int(MOST_WORK / (rows * instance.rate.shape[1])), count()
@@ -479,6 +487,7 @@ def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outc
         return replace(bare, unfilled=f"sharing them out broke down ({error.message})")
     value = _value(goal, found.throughput)
     bound = bare.bound if np.isfinite(bare.bound) else value
+    # Minimised for curves, maximised for levels.
     lost = (bare.objective - value) * (1.0 if isinstance(goal, MaxMin) else -1.0)
     if lost > KEPT * abs(bare.objective) or found.num_unproved:
         unproved = "no way of sharing them out could be proved"

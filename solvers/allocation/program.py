@@ -131,6 +131,7 @@ def merge(program: FractionProgram, kind: Ints | None = None) -> tuple[FractionP
     row_of = equal_rows(table)
     if row_of.max(initial=-1) + 1 == len(table):
         return program, row_of
+    # The first of each group's rows stands for it.
     kept = np.unique(row_of, return_index=True)[1]
     return replace(
         program,
@@ -150,15 +151,18 @@ def equal_rows(table: Floats) -> Ints:
     Rows are told apart by a weighted sum; only where unlike rows have the same sum, by their bytes.
     """
     with np.errstate(invalid="ignore", over="ignore"):
+        # Columns are scaled by their largest, so that small numbers count as well.
         size = np.maximum(np.abs(table).max(axis=0, initial=0.0), 1e-300)
         total = np.add.reduce(table * (_weights(table.shape[1]) / size), axis=1)  # rows alike
     _, first, of = np.unique(total, return_index=True, return_inverse=True)
     if len(first) == len(table):
         return np.arange(len(table))
     of = of.reshape(-1)
+    # Unlike rows may have equal sums by rounding: bytes decide, slowly but surely.
     if not (table[first[of]] == table).all():
         seen: dict[bytes, int] = {}
         return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in table])
+    # Numbers in order of the first row, whatever the sums are.
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
     numbers: Ints = rank[of]
@@ -186,12 +190,15 @@ def dual_bound(
     y = np.where(program.demands, np.maximum(job_prices, 0.0), 0.0)
     prices = np.maximum(resource_prices, 0.0)
     if program.level_weight:
+        # z's column: sum of y p minus what a unit of z gives back has to be its weight.
         balance = program.count @ (y * program.level) - program.level_capacity @ prices
         if balance <= 0:
+            # No scale makes these prices a proof.
             return np.inf, y, prices
         y, prices = y * (program.level_weight / balance), prices * (program.level_weight / balance)
     worth = program.gain + y[:, None] * program.rate - program.usage * (prices @ program.resources)
     worth = np.where(program.rate > 0, worth, 0.0)
+    # Each row's time is worth its best column's surplus.
     time = np.maximum(worth.max(axis=1), 0.0)
     bound = program.capacity @ prices + program.count @ (time - y * program.floor)
     return float(bound), y, prices
@@ -212,10 +219,12 @@ def level_of(program: FractionProgram, x: Floats) -> float:
 def fit(program: FractionProgram, x: Floats) -> Floats:
     """Scale time fractions down until they obey 5.1 to 5.3 (but for the last bits)."""
     x = np.maximum(x, 0.0)
+    # Time first, then resources; either shrinks what it touches.
     x = x / np.maximum(x.sum(axis=1), 1.0)[:, None]
     used = resource_use(program, x)
     limited = (program.level_capacity == 0) & (used > program.capacity)
     if limited.any():
+        # A column shrinks by the tightest of its resources.
         share = np.where(limited, program.capacity / np.where(limited, used, 1.0), 1.0)
         x = x * np.where(program.resources > 0, share[:, None], 1.0).min(axis=0)
     return x
@@ -293,6 +302,7 @@ def likely_columns(program: FractionProgram, near: Solution) -> Bools:
     worth = program.gain + near.job_prices[:, None] * program.rate
     profit = worth - program.usage * (near.resource_prices @ program.resources)
     profit = np.where(program.rate > 0, profit, -np.inf)
+    # At the prices, the row's best profit; what is nearly as good may be in an optimum.
     best = np.maximum(profit.max(axis=1), 0.0)
     scale = np.maximum(worth.max(axis=1), 1e-300)
     used = near.x > USED * near.x.max(axis=1, keepdims=True)
@@ -314,6 +324,8 @@ class _Columns:
         self.kept = np.zeros_like(kept)
         self.row = np.maximum(p.rate.max(axis=1), 1e-300)
         self.gain_unit = float(np.abs(p.gain).max()) or 1.0
+        # Rows in units of their best rate, and z of its largest level: HiGHS's tolerances are
+        # absolute.
         level = np.where(p.demands, p.count * p.level, 0.0) / self.row
         self.unit = 1.0 / (float(level.max()) or 1.0)
         low = np.where(p.demands, p.count * p.floor / self.row, -np.inf)
@@ -321,6 +333,7 @@ class _Columns:
         self.session.add_rows(np.full(len(p.count), -np.inf), p.count)
         self.session.add_rows(np.full(len(p.capacity), -np.inf), p.capacity)
         self.session.add_rows(low, np.full(len(low), np.inf))
+        # z takes what a level asks, and gives back ``level_capacity``.
         z = np.concatenate((-p.level_capacity, -level)) * self.unit * p.level_weight
         asked = np.flatnonzero(z)
         self.session.add_columns(
@@ -332,9 +345,11 @@ class _Columns:
     def _add(self, fresh: Bools) -> None:
         p, rows = self.program, len(self.program.count)
         m, c = np.nonzero(fresh)
+        # Each column's entries: its row's time, what it holds of each resource, its throughput.
         held = p.usage[m, c][:, None] * p.resources[:, c].T
         entries = np.hstack((np.ones((len(m), 1)), held, (p.rate[m, c] / self.row[m])[:, None]))
         place, part = np.nonzero(entries)
+        # Part 0 is time, the last part the demand, those between resources.
         row = np.where(part == 0, m[place], rows + part - 1)
         row = np.where(part == entries.shape[1] - 1, rows + len(p.capacity) + m[place], row)
         starts = np.searchsorted(place, np.arange(len(m)))
@@ -351,12 +366,14 @@ class _Columns:
             answer = self.session.solve()
             if answer is None:
                 raise BackendError("HiGHS found no optimum of the allocation program")
+            # Signs as HiGHS gives them; what rounding turns is 0.
             time = np.maximum(answer.prices[:rows], 0.0)
             price = np.maximum(answer.prices[rows:-rows], 0.0)
             paid = np.maximum(-answer.prices[-rows:], 0.0) / self.row
             pays = p.gain / self.gain_unit + paid[:, None] * p.rate - time[:, None]
             pays -= p.usage * (price @ p.resources)
             pays = np.where(self.kept | (p.rate <= 0), 0.0, pays)
+            # The best few of each row join: all at once would be the whole program.
             fresh = (pays > PAYS) & (pays >= _of_the_best(pays))
             if should_stop() or not fresh.any() or rounds >= MAX_ROUNDS:
                 break

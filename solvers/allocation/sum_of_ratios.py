@@ -330,7 +330,7 @@ def _corners(time: Floats, dollars: Floats, low: float, high: float) -> Iterator
             and low * (1 - PRECISION) <= paid <= high * (1 + PRECISION)
         )
 
-    # k columns need k equations: the sum, and k - 1 limits met. More than two limits never meet.
+    # k columns need k equations: the sum, and k - 1 limits met; never both dollars.
     for size in range(1, min(len(limits), 2) + 2):
         for chosen in combinations(range(number), size):
             for tight in combinations(limits, size - 1):

@@ -61,6 +61,7 @@ class Chain:
     def available(self) -> NDArray[np.int64]:
         """[zones, states] spot machines that a zone has, as far as the job has use for them."""
         base = _base(self.num_zones, self.num_machines)
+        # The first zone's digit is the foremost, as in ``_together``.
         powers = base ** np.arange(self.num_zones - 1, -1, -1)
         each = np.arange(len(self.transitions)) // powers[:, None] % base
         return np.asarray(each < len(self.classes), np.int64) if self.classes else each
@@ -107,6 +108,8 @@ def chain_of(traces: Sequence[Sequence[Ticks]], num_machines: int = 1) -> Chain:
     classes = _classes(num_zones, num_machines)
     states = [[list(_states_of(zone, num_machines, classes)) for zone in trace] for trace in traces]
     base = _base(num_zones, num_machines)
+    # Each zone by itself, then together: counts of pairs are few, so the zones' own chains fill
+    # in.
     alone = [_alone([trace[zone] for trace in states], base) for zone in range(num_zones)]
     alone = [_with_runs(each) if classes else _with_counts(each) for each in alone]
     counts = alone[0] if num_zones == 1 else _counted_together(states, alone, base)
@@ -116,6 +119,7 @@ def chain_of(traces: Sequence[Sequence[Ticks]], num_machines: int = 1) -> Chain:
 def _classes(num_zones: int, num_machines: int) -> tuple[int, ...]:
     if num_machines > 1:
         return ()
+    # The most classes with which all zones together have a state that can be counted.
     return next(each for each in _CLASSES if (2 * len(each)) ** num_zones <= _MOST_STATES)
 
 
@@ -141,6 +145,7 @@ def _with_runs(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     half = len(counts) // 2
     for state in range(2 * half):
         counts[state, state] += _PRIOR_STAYS
+        # A flip leads to the youngest class of the other side.
         counts[state, half if state < half else 0] += _PRIOR_FLIPS
     return counts
 
@@ -148,6 +153,8 @@ def _with_runs(counts: NDArray[np.float64]) -> NDArray[np.float64]:
 def _with_counts(counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """With the average change of a count."""
     most = len(counts) - 1
+    # The average change of a count, of those that stay between none and all; changes never seen
+    # keep a small chance.
     places = np.arange(most + 1)
     change = places[None, :] - places[:, None]
     seen = np.array([counts[change == step].sum() for step in range(-most, most + 1)])
@@ -162,12 +169,15 @@ def _counted_together(
     counts = np.zeros((base ** len(alone), base ** len(alone)))
     for states in traces:
         for before, after in pairwise(zip(*states, strict=True)):
+            # A pair of ticks with anything unknown counts for nothing.
             if None not in before and None not in after:
                 counts[_together(before, base), _together(after, base)] += 1
     if not counts.any():
         raise ProblemError("the history has no two neighbouring ticks in which all zones are known")
     apart = np.ones((1, 1))
     for each in alone:
+        # The chain of zones that have nothing to do with each other, weighed like a few ticks of
+        # history.
         apart = np.kron(apart, each / each.sum(axis=1, keepdims=True)).astype(np.float64)
     return np.asarray(counts + _APART_TICKS * apart)
 
@@ -175,15 +185,14 @@ def _counted_together(
 def _state_of(there: int, run_length: int, num_machines: int, classes: Sequence[int]) -> int:
     if not classes:
         return min(there, num_machines)
+    # The last class whose least length has been reached.
     index = sum(run_length >= least for least in classes) - 1
     return index if there else len(classes) + index
 
 
 def _states_of(window: Ticks, num_machines: int, classes: Sequence[int]) -> Iterator[int | None]:
-    """The state in each tick of a window; None where it is unknown.
-
-    The run before the window, or before what is unknown, counts for nothing.
-    """
+    """The state in each tick of a window; None where it is unknown."""
+    # The run before the window, or before what is unknown, counts for nothing.
     last, length = None, 0
     for tick in window:
         length = length + 1 if tick == last else 1

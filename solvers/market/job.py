@@ -81,6 +81,7 @@ class RentJob:
     clouds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        # ``not a < b`` refuses NaN too.
         for name in ("work_seconds", "deadline_seconds", "tick_seconds"):
             value = getattr(self, name)
             if not 0 < value < inf and (name != "deadline_seconds" or value != inf):
@@ -106,6 +107,8 @@ class RentJob:
                 f"{self.tick_seconds:g} s",
                 hint="give longer ticks, or an earlier deadline",
             )
+        # All machines on demand from the start are the last resort: if that is late, nothing can
+        # be promised.
         needed = self.ticks_for(self.work_seconds)
         if needed > self.num_ticks:
             many = self.num_machines > 1
@@ -155,6 +158,7 @@ class RentJob:
     @property
     def num_ticks(self) -> int:
         """Whole ticks until the deadline."""
+        # A deadline of whole ticks must not lose one to rounding.
         return floor(self.deadline_seconds / self.tick_seconds + 1e-9)
 
     def on_demand(self, zone: int) -> float:
@@ -174,6 +178,7 @@ class RentJob:
         """All machines on demand: in place if none are faster, else the cheapest of the fastest."""
         top = max(self.rates, default=1.0)
         fastest = [zone for zone in range(self.num_zones) if self.rate(zone) == top]
+        # Moving costs, so a place that is as fast is kept.
         zone = place if place in fastest else min(fastest, key=self.on_demand)
         return Held(0, self.num_machines, zone)
 
@@ -183,6 +188,7 @@ class RentJob:
             speed = self.speeds[-1] * max(self.rates, default=1.0)
         else:
             speed = self.speed(held.num_machines, held.zone)
+        # A restart, then work, in whole ticks.
         return ceil((work_seconds / speed + self.restart_seconds) / self.tick_seconds - 1e-9)
 
     def worked(
@@ -239,6 +245,7 @@ class RentJob:
         """
         zones = range(self.num_zones)
         cheapest = [min(self.spot_dollars_per_hour[z], self.on_demand(z)) / 3600 for z in zones]
+        # A tick is paid whole, so one machine pays whole ticks; several may end in unlike ones.
         if self.num_machines == 1:
             ticks = [self.ticks_for(self.work_seconds, Held(0, 1, zone)) for zone in zones]
             dollars = [ticks[zone] * cheapest[zone] for zone in zones]
@@ -251,6 +258,7 @@ class RentJob:
         """What no way to hold machines until the deadline costs more than."""
         dearest = max(
             self.spot_dollars_per_hour + tuple(map(self.on_demand, range(self.num_zones)))
+            # A machine of the dearest kind in each tick, and a move in each.
         )
         moves = max(map(self.leaving_dollars, range(self.num_zones))) * (self.num_zones > 1)
         return self.num_ticks * (self.num_machines * dearest * self.tick_seconds / 3600 + moves)
@@ -258,6 +266,7 @@ class RentJob:
     def in_longer_ticks(self, ticks: int) -> "RentJob":
         """The job in ticks so many times as long; the deadline is one that it can keep."""
         length = ticks * self.tick_seconds
+        # Longer ticks may not fit the deadline: it moves to the first tick end that can be kept.
         least = -(-self.ticks_for(self.work_seconds) // ticks) * length
         deadline = max(self.deadline_seconds, least)
         return self if ticks == 1 else replace(self, tick_seconds=length, deadline_seconds=deadline)
@@ -304,6 +313,7 @@ def guarded(job: RentJob, now: Moment, wanted: Held) -> Held:
     one that has no spot machines and ends in time by itself. At the start the last resort is safe,
     and after a safe choice it or staying is safe in the next tick. So no deadline is missed.
     """
+    # In this order: staying is tried before the last resort, as it loses no restart.
     for choice in (wanted, now.held):
         if _is_safe(job, now, choice):
             return choice
@@ -311,12 +321,16 @@ def guarded(job: RentJob, now: Moment, wanted: Held) -> Held:
 
 
 def _is_safe(job: RentJob, now: Moment, choice: Held) -> bool:
+    # Whatever changes the machines begins a restart.
     pending = now.pending_seconds if choice == now.held else job.restart_seconds
     later = job.num_ticks - now.tick - 1
     left = now.work_left_seconds - job.worked(choice, pending)
+    # The last resort, launched in the next tick, still ends in time whatever happens in this one.
     if left <= 1e-6 or job.ticks_for(left) <= later:
         return True
+    # Spot machines may go, and nothing works on none.
     if choice.num_spot or not choice.num_on_demand:
         return False
+    # On demand without a break it ends in time by itself, though no later launch would.
     seconds = now.work_left_seconds / job.speed(choice.num_on_demand, choice.zone) + pending
     return seconds <= (later + 1) * job.tick_seconds + 1e-6

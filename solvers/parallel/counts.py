@@ -48,6 +48,7 @@ def deal_to_places(
     counts = deal(stages, num_replicas, [pool.num_devices for pool in pools], fixed)
     if counts is None or _has_places(stages, counts, pools):
         return counts
+    # Another dealing of the same stages might have places, but all are not tried.
     free = (len(stage) > 1 and not first for stage, first in zip(stages, fixed, strict=True))
     if num_replicas > 2 and any(free):
         raise UndecidedError
@@ -68,6 +69,7 @@ def _has_places(
                     as_one = is_near and is_inside(whole, width)
                     sizes += [whole] if as_one else [degree] * replicas
         different = sorted({pool.devices_per_server, *sizes}, reverse=True)
+        # Sizes that divide each other pack without gaps.
         if all(large % small == 0 for large, small in pairwise(different)):
             continue  # each fills what larger ones leave
         if first_devices(sizes, pool.num_devices, pool.devices_per_server) is None:
@@ -99,14 +101,16 @@ def deal(
     Raises:
         UndecidedError: There are too many ways to try; only for three and more kinds of pairs.
     """
+    # Stages of the same groups are dealt together: only how many of all their replicas are of the
+    # first group matters, as any of them can have it.
     known = list(fixed) or [0] * len(stages)
     kinds = Counter(tuple(g) for g, first in zip(stages, known, strict=True) if not first)
     pairs = [kind for kind in kinds if len(kind) > 1]
     free = list(num_devices)
     for kind, number in kinds.items():
         for pool, devices in kind:
-            # Devices left after this decide; no other dealing could use fewer.
-            # All that is certain: each replica of a single group, one of each group of a pair.
+            # What is certain: each replica of a single group, one of each group of a pair. Devices
+            # left after this decide; no other dealing could use fewer.
             free[pool] -= devices * number * (num_replicas if len(kind) == 1 else 1)
     for groups, first in zip(stages, known, strict=True):
         for (pool, devices), replicas in zip(groups, (first, num_replicas - first), strict=False):
@@ -114,6 +118,7 @@ def deal(
     if min(free) < 0:
         return None
     numbers = [kinds[kind] for kind in pairs]
+    # d - 2 of a pair's replicas are free, as each group has one for certain.
     dealt = _dealt(pairs, numbers, num_replicas - 2, free, iter(range(_MOST_TRIES)))
     if dealt is None:
         return None
@@ -125,6 +130,7 @@ def deal(
         elif len(groups) == 1:
             counts.append((num_replicas,))
         else:
+            # Whichever stage has them: as many as a stage takes, in order.
             more = min(left[groups], num_replicas - 2)
             left[groups] -= more
             counts.append((1 + more, num_replicas - 1 - more))
@@ -141,12 +147,14 @@ def _dealt(
     whole = numbers[0] * most
     if most < 0:
         return None
+    # As many of the first group as there is room for, first.
     for chosen in _tried(whole, free[first] // first_devices, free[second] // second_devices):
         if next(tries, None) is None:
             raise UndecidedError
         now = list(free)
         now[first] -= first_devices * chosen
         now[second] -= second_devices * (whole - chosen)
+        # Left at once where the kinds behind need more than is free.
         if _may_do(pairs[1:], numbers[1:], most, now):
             others = _dealt(pairs[1:], numbers[1:], most, now, tries)
             if others is not None:
@@ -156,6 +164,7 @@ def _dealt(
 
 def _tried(whole: int, most_first: int, most_second: int) -> Iterator[int]:
     low, high = max(0, whole - most_second), min(whole, most_first)
+    # Empty where the second group has no room for what is left.
     yield from range(high, low - 1, -1)
 
 
@@ -166,6 +175,7 @@ def _may_do(pairs: list[Kind], numbers: list[int], most: int, free: list[int]) -
         needed[first, second] += number * most * min(one, other)
     if any(room < 0 for room in free):
         return False
+    # Necessary, not sufficient: each pair of pools, and all of them together.
     return all(sum(free[p] for p in set(both)) >= least for both, least in needed.items()) and (
         sum(free) >= sum(needed.values())
     )

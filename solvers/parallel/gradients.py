@@ -55,6 +55,7 @@ class Rings:
         """What stages with such a replica, alone or beside others, take at least [starts, ends]."""
         tables = [self.table((pool,), (degree,))]
         if len(self._problem.pools) > 1:
+            # Whoever the other type is, its own link only makes the ring slower.
             degrees = {t.tensor_parallel_size for p in self._problem.pools for t in p.times}
             known = [t for t in sorted(degrees) if self._problem.sizes_of(t)]
             link = (self._problem.pools[pool].link(1),)
@@ -68,6 +69,7 @@ class Rings:
         degrees = tuple(option.tensor_parallel_size for option in options)
         links = self._links(tuple(option.pool for option in options), degrees)
         if self._problem.shard == "all":
+            # With shared weights one entry takes the whole table.
             return float(self._table(links, *self._ring(degrees))[start, end])
         return float(self._seconds(links, *self._ring(degrees), [start, end])[0, 1])
 
@@ -95,6 +97,7 @@ class Rings:
 
     def _waits_over(self, option: StageOption, links: tuple[LinkCurve, ...]) -> np.ndarray:
         key = id(option), links
+        # Options live as long as their space, so the identity is a key.
         if key not in self._waits:
             self._effort.check()
             assert option.units is not None
@@ -111,6 +114,7 @@ class Rings:
     def _links(self, pools: tuple[int, ...], degrees: tuple[int, ...]) -> tuple[LinkCurve, ...]:
         """The links of a ring: inside a server, or each type's own and those between types."""
         each = [self._problem.pools[pool] for pool in pools]
+        # One type: the ring may be inside a server. Two: every link of the ring counts.
         if len(each) == 1:
             return (ring_link(each[0], min(degrees), self._d),)
         pairs = combinations([pool.device_type for pool in each], 2)
@@ -142,6 +146,7 @@ class Rings:
         slowest: np.ndarray = np.max(
             [_ring_seconds(shard, members, link, bucket) for link in links], axis=0
         )
+        # Ring tables count two rounds; sharding may take three.
         return ring_rounds(self._problem) / 2 * slowest
 
 
@@ -149,6 +154,7 @@ def _gradients(problem: ParallelProblem, degree: int, places: "list[int] | slice
     """Bytes that a device of a group of that degree reduces [starts, ends], at some places."""
     sizes = problem.sizes_of(1 if problem.cost_rule == "sailor" else degree)
     assert sizes is not None  # a problem has those of degree 1, an option those of its own
+    # Sailor counts the shards of degree 4 at most.
     shards = min(degree, 4) if problem.cost_rule == "sailor" else 1
     held = np.concatenate([[0.0], np.cumsum(np.array(sizes.weight_bytes, dtype=float))])
     held = held[places]
@@ -162,6 +168,7 @@ def _ring_seconds(
     """``bucketed_ring_seconds`` of every element, of at least two replicas."""
     whole, rest, full = np.zeros_like(gradient_bytes), gradient_bytes, 0.0
     if bucket_bytes is not None:
+        # Whole buckets all take as long; only the rest differs from stage to stage.
         whole, rest = np.divmod(gradient_bytes, bucket_bytes)
         full = curve.seconds(bucket_bytes / num_replicas) if whole.any() else 0.0
     sizes, places = np.unique(rest, return_inverse=True)
@@ -183,8 +190,12 @@ def replica_counts(
     units = -(-problem.global_batch_size // microbatch_size)
     fewest: dict[int, int] = {}
     for replicas in range(1, min(most, units) + 1):
+        # Replicas that share weights meet in every pass, so all run equally many.
         if problem.shard == "all" and units % replicas:
             continue
+        # The fewest replicas that run as many microbatches come first. Others take more devices,
+        # and their all-reduce is no shorter: any plan of theirs is still one without some
+        # replicas. Not so where they share states, or reduce faster.
         fewer = fewest.setdefault(-(-units // replicas), replicas)
         if (
             fewer == replicas
@@ -195,14 +206,11 @@ def replica_counts(
 
 
 def _may_reduce_faster(problem: ParallelProblem, fewer: int, more: int) -> bool:
-    """Whether a stage of more replicas may take less for its all-reduce than one of fewer.
-
-    Either is inside a server and the other is not: 3 replicas do not fill a server of 4. Or a
-    link's bandwidth falls with the size of messages, which more replicas make smaller.
-    """
+    """Whether a stage of more replicas may take less for its all-reduce than one of fewer."""
     for pool in problem.pools:
         for times in pool.times if pool.inside is not None else ():
             degree, width = times.tensor_parallel_size, pool.devices_per_server
+            # Either is inside a server and the other is not: 3 replicas do not fill a server of 4.
             if is_inside(fewer * degree, width) != is_inside(more * degree, width):
                 return True
     links = [*(pool.link(1) for pool in problem.pools), *(pool.inside for pool in problem.pools)]
@@ -210,6 +218,7 @@ def _may_reduce_faster(problem: ParallelProblem, fewer: int, more: int) -> bool:
     curves = {link for link in links if link is not None and len(link.coefficients) > 1}
     if not curves:
         return False
+    # A link's bandwidth may fall with the size of messages, which more replicas make smaller.
     sizes = _reduced_bytes(problem)
     return any(
         ((more * scale - 1) * _message_seconds(curve, sizes / (more * scale)) < (1 - 1e-12)

@@ -139,6 +139,8 @@ class _Builder:
 
     def space(self, effort: Effort) -> PlacementSpace | None:
         """List states by devices in use, each with its moves; None where they are too many."""
+        # An estimate first: listing a hundred million states to find that they are too many takes
+        # minutes.
         if self._least_moves() > self.most_moves:
             return None
         fills = tuple(
@@ -152,20 +154,24 @@ class _Builder:
         waiting[0].append(start)
         rows: list[tuple[int, _At, tuple[int, ...]]] = []
         order: list[_At] = []
+        # A move uses devices, so all states of one number are known when their turn comes.
         for states in waiting:
             for state in states:
                 effort.check()
                 number[state] = len(order)
                 order.append(state)
                 for target, row in self._moves(state):
+                    # Known, but not numbered yet: numbers follow the order of the lists.
                     if target not in number:
                         number[target] = -1
                         waiting[target.total].append(target)
                     rows.append((number[state], target, row))
             if len(rows) > self.most_moves:
                 return None
+        # Targets have their numbers now.
         columns = [(source, number[target], *rest) for source, target, rest in rows]
         found = np.array(columns, np.int64).reshape(-1, 8).T
+        # By target, then source, pool and replicas, as ``Tables`` reads runs of moves.
         found = found[:, np.lexsort((found[3], found[2], found[0], found[1]))]
         states_ = tuple(
             State(
@@ -183,6 +189,7 @@ class _Builder:
         states = prod(widths[-1] + 1 for widths in self.widths)
         held = sum(prod(width + 1 for width in widths[:-1]) for widths in self.widths)
         ways = sum(1 if self.replicas else widths[-1] for widths in self.widths)
+        # Half of the pairs of states, as moves only go up.
         return states * held * ways / 2
 
     def _moves(self, state: _At) -> Iterator[tuple[_At, tuple[int, ...]]]:
@@ -215,10 +222,13 @@ class _Builder:
             if span and widths[span - 1] < replicas:
                 continue
             if self.is_blind:
+                # The smallest component that could hold the stage and a neighbour: no placement
+                # has a faster link.
                 wider = next((n for n, width in enumerate(widths, 1) if width > replicas), top)
                 same = 0 if is_first else self.classes[pool][wider]
                 yield _Seat(span, same if is_same else self.inter, (), state.fills, 0)
                 return
+            # A chain of its own on each level that can hold the stage.
             fresh = tuple(replicas if level >= span else 0 for level in range(1, top))
             if not is_first and is_same:
                 yield from self._beside(state, pool, replicas, span, fresh)
@@ -232,11 +242,14 @@ class _Builder:
     ) -> Iterator[_Seat]:
         """Seats by the smallest component that also holds the stage behind."""
         widths, classes, top = self.widths[pool], self.classes[pool], len(self.widths[pool])
+        # From the smallest component that could hold both to the whole pool.
         for joint in range(max(span, 1), top + 1):
             held = state.inside[joint - 1 :]
             limits = widths[joint - 1 : top - 1]
+            # 0 says that the chain behind already spans components of that level.
             if not all(n and n + replicas <= most for n, most in zip(held, limits, strict=True)):
                 continue
+            # Below the joint component the stage begins chains of its own.
             inside = fresh[: joint - 1] + tuple(count + replicas for count in held)
             if joint == top:
                 for here, fills in self._opened(state, pool, replicas, span, state.here):
@@ -250,16 +263,16 @@ class _Builder:
     def _opened(
         self, state: _At, pool: int, replicas: int, span: int, behind: int
     ) -> Iterator[tuple[int, tuple[Fills, ...]]]:
-        """What is taken once the stage has a component in which the one behind is not.
-
-        ``behind`` devices are taken of that one's; 0 where it has none.
-        """
+        """What is taken once the stage has a component in which the one behind is not."""
         others = list(state.fills[pool])
+        # A stage that spans components takes any devices left, so nothing of it is remembered.
         if not others or span > 1:
             yield 0, state.fills
             return
+        # ``behind`` devices are taken of the component of the stage behind, which is no other one.
         if behind:
             others.remove(behind)
+        # Components with as much taken are alike: one of them stands for all.
         for held in sorted(set(others)):
             if held + replicas <= self.widths[pool][0]:
                 yield self._taken(state, pool, held, replicas)

@@ -80,9 +80,11 @@ def cuts_of(problem: PipelineProblem, *, lazy_sources: bool = False, every: bool
     size = len(problem.layers)
     parents = _parents(problem)
     free = 0 if every else _weightless(problem)
+    # Every layer needs the one before: the graph is a line, and all its cuts are prefixes.
     if all(layer in (0, size) or parents[layer] >> (layer - 1) & 1 for layer in range(size)):
         return _sums(problem, [(1 << k) - 1 for k in range(size + 1)], is_line=True, complete=True)
     sets = _lazy_sets(problem, parents, free) if lazy_sources else _sets(parents, free)
+    # Too many cuts: those of the layers' own order are left.
     if sets is None:
         line = [(1 << k) - 1 for k in range(size + 1)]
         return _sums(problem, line, is_line=True, complete=False)
@@ -91,14 +93,13 @@ def cuts_of(problem: PipelineProblem, *, lazy_sources: bool = False, every: bool
 
 
 def _weightless(problem: PipelineProblem) -> int:
-    """Layers, as bits, that take neither time nor bytes, such as selecting an unused state.
-
-    Moving one into the stage of its last parent (the first stage where it has none) makes no stage
-    slower or larger, and no more crosses a cut. A stage that it leaves empty is dropped: the link
-    past it is no slower than the slower of its two. So only cuts that hold such a layer as soon as
-    they hold its parents count. Not so where a number of stages or workers is asked for, nor where
-    a second device type might be a faster way between devices of one.
-    """
+    """Layers, as bits, that take neither time nor bytes, such as selecting an unused state."""
+    # Moving such a layer into the stage of its last parent (without one, the first stage) makes no
+    # stage slower or larger, and no more crosses a cut. A stage that it leaves empty is dropped:
+    # the link past it is no slower than the slower of its two. So only cuts that hold it as soon
+    # as its parents count.
+    # Not so where a number of stages or workers is asked for, nor where a second device type might
+    # be a faster way between devices of one.
     if problem.num_stages is not None or problem.workers == "exactly":
         return 0
     between = problem.inter_bytes_per_second
@@ -115,14 +116,13 @@ def _weightless(problem: PipelineProblem) -> int:
         size = layer.activation_bytes + layer.weight_bytes + layer.kept_bytes
         if seconds == 0 and size == 0 and layer.id not in tied:
             found |= 1 << index
+    # Of a graph of such layers alone, the layers are cut as they are.
     return 0 if found == (1 << len(problem.layers)) - 1 else found
 
 
 def own_order(problem: PipelineProblem, cuts: Cuts) -> Cuts | None:
-    """The cuts of the layers' own order alone, of a graph that has others; else None.
-
-    None too where weights are tied: then a stage is more than the difference of two cuts.
-    """
+    """The cuts of the layers' own order alone, of a graph that has others; else None."""
+    # With tied weights a stage is more than the difference of two cuts.
     if cuts.before is None or cuts.copied_bytes is not None:
         return None
     parents, free = _parents(problem), _weightless(problem)
@@ -140,19 +140,19 @@ def _parents(problem: PipelineProblem) -> list[int]:
 
 
 def _sets(parents: list[int], free: int) -> list[int] | None:
-    """Every set of layers that holds its members' parents; None if too many.
-
-    Those of ``free`` are in it as soon as their parents are, the empty set apart.
-    """
+    """Every set of layers that holds its members' parents; None if too many."""
     found, newest = {0}, [0]
     while newest:
         following = set()
+        # Breadth first: each set grows by one layer whose parents it holds, and by ``free`` ones
+        # that then are due.
         for inside in newest:
             for layer, needs in enumerate(parents):
                 bit = 1 << layer
                 if bit & (free | inside) or needs & ~inside & ~free:
                     continue
                 closed = _closed(parents, inside | bit, free)
+                # A parent may be a free layer that has parents outside: then it is not due either.
                 if not needs & ~closed:
                     following.add(closed)
         following -= found
@@ -160,6 +160,7 @@ def _sets(parents: list[int], free: int) -> list[int] | None:
         newest = list(following)
         if len(found) > MAX_CUTS:
             return None
+    # Smaller sets first, so that a cut's predecessors stand before it.
     return sorted(found, key=lambda inside: (inside.bit_count(), inside))
 
 
@@ -175,6 +176,7 @@ def _closed(parents: list[int], inside: int, free: int) -> int:
 
 def _lazy_sets(problem: PipelineProblem, parents: list[int], free: int) -> list[int] | None:
     """The empty cut, and what taking in one child after another reaches from the first layer."""
+    # Transitive: parents stand before their children.
     ancestors: list[int] = []
     for needs in parents:
         ancestors.append(needs)
@@ -223,6 +225,7 @@ def _sums(problem: PipelineProblem, sets: list[int], *, is_line: bool, complete:
         dtype=np.float64,
     )
     if is_line:
+        # Along a line each cut adds its layers to the sums; a branching graph needs products.
         added = [layers_of(after & ~before) for before, after in zip(sets, sets[1:], strict=False)]
         steps = [per_layer[:, layers].sum(axis=1) for layers in added]
         start = np.zeros(len(per_layer))
@@ -259,6 +262,8 @@ def _tied(problem: PipelineProblem, sets: list[int]) -> dict[str, Floats]:
         return found
 
     copied, split = np.zeros((len(sets),) * 2), np.zeros((len(sets),) * 2)
+    # A stage that uses a weight without all its holders keeps a copy; one that has not all users
+    # shares it.
     for weights in tied:
         holders, sharers = between(weights.holders), between(weights.sharers)
         size = weights.weight_bytes
@@ -299,6 +304,7 @@ def _crossing_line(problem: PipelineProblem, sets: list[int], children: list[int
         for index, (before, after) in enumerate(zip(sets, sets[1:], strict=False))
         for layer in layers_of(after & ~before)
     }
+    # A tensor crosses every cut from its maker to its last reader: +1 and -1, then running sums.
     change = np.zeros(len(sets) + 1)
     for layer, index in position.items():
         last = max((position[child] for child in layers_of(children[layer])), default=index)
@@ -309,6 +315,7 @@ def _crossing_line(problem: PipelineProblem, sets: list[int], children: list[int
 
 def _inclusion(sets: list[int], num_layers: int) -> Mask:
     inside = _membership(sets, num_layers).astype(np.float64)
+    # One lies within another if they have as many layers in common as it has.
     common = inside @ inside.T
     sizes = inside.sum(axis=1)
     found: Mask = (common == sizes[:, None]) & (sizes[:, None] < sizes[None, :])

@@ -98,10 +98,12 @@ def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort
     tables = [StageCosts(problem, cuts, links, recompute=option) for option in options]
     try:
         space = build(problem, effort)
+    # Not even the moves were listed: plans that are known at once are left.
     except OutOfTimeError:
         return _stopped(problem, tables)
     task = _Task(problem, tables, space, method, effort)
     found = [candidate for costs in tables for candidate in task.candidates(costs)]
+    # The search ended early; even cuts and single stages may beat what it had.
     if task.was_stopped:
         found += at_once(problem, tables)
     if not found:
@@ -157,8 +159,10 @@ class _Task:
         search = _search(self.problem, costs.cuts, self.method)
         below = np.inf
         if search is search_graph:
+            # A limit makes a graph's search affordable: what is known to be possible.
             below = self._first_guess(costs, found)
         placed = self.ask(search, costs, self.space, below)
+        # The limit was a guess that memory refused: once more without.
         if placed is None and np.isfinite(below) and not self.was_stopped and not found:
             placed = self.ask(search, costs, self.space, np.inf)
         found += [placed] if placed is not None else []
@@ -176,6 +180,7 @@ class _Task:
                 at = [number[inside] for inside in line.layer_sets]
                 found.append([(at[first], at[last], move) for first, last, move in placed])
                 known.append(objective(costs, found[-1]))
+        # The placement that attains the limit must stay within it.
         return min(known, default=np.inf) * (1 + TOLERANCE)
 
     @property
@@ -219,6 +224,7 @@ def _bottleneck(task: _Task, found: list["Candidate"]) -> Plan:
             best, bound = _anywhere(task, ordered)
         except OutOfTimeError:
             task.was_stopped = True
+    # A search that was closed bounds by itself; work spread over all devices bounds in any case.
     bound = min(max(bound, spread) if is_closed else spread, best.seconds)
     name = _name(problem, cuts)
     is_gap = bound < best.seconds * (1 - EXACT)
@@ -235,12 +241,14 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
     """
     problem, effort, best, bounds = task.problem, task.effort, ordered, []
     search = _search(problem, task.tables[0].cuts, task.method)
+    # What a move costs either search: limits in one line, pairs of cuts in a graph.
     per_move = float(_LINE_WORK)
     if search is not search_line:
         per_move = max(per_move, task.tables[0].cuts.size ** 2 / 10)
     most_moves = effort.anywhere_work / per_move
     counted = relaxed(problem, most_moves, effort=effort) or blind(problem, effort)
     for costs in task.tables:
+        # Only placements that are faster by more than rounding.
         known = best.seconds * (1 - TOLERANCE)
         bound = best.seconds
         placed = task.ask(search, costs, counted, known)
@@ -248,10 +256,12 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
             return best, 0.0
         if placed is not None:
             bound = objective(costs, placed)
+            # A relaxed placement that has seats costs what it says: it is the optimum.
             try:
                 other = task.seated(costs, counted, placed)
             except NoSeatsError:
                 if counted.kind == "blind":
+                    # Blind placements have no seats to look for: only the bound counts.
                     bounds.append(bound)
                     continue
                 other, bound = _exactly(task, search, costs, best, bound, most_moves)
@@ -275,6 +285,7 @@ def _exactly(
     placed = task.ask(search, costs, space, best.seconds * (1 - TOLERANCE))
     if task.was_stopped:
         return best, bound
+    # Nothing faster in the exact space, so the best known is proved.
     if placed is None:
         return best, best.seconds
     other = task.seated(costs, space, placed)
@@ -310,6 +321,7 @@ def _step_bound(task: _Task, best: Incumbent, search: PlacementSearch) -> tuple[
     problem, tables, effort, cuts = task.problem, task.tables, task.effort, task.tables[0].cuts
     claim, counted = "", task.space
     if not has_one_order(problem):
+        # As in ``_anywhere``, where tables are filled for some tens of caps.
         per_move = cuts.size if tables[0].is_line else cuts.size**2 / 10
         most_moves = effort.relaxed_work / per_move / 10
         counted = relaxed(problem, most_moves, effort=effort) or blind(problem, effort)
@@ -317,6 +329,8 @@ def _step_bound(task: _Task, best: Incumbent, search: PlacementSearch) -> tuple[
     is_open = not effort.accepts(best.seconds, bound)
     if is_open and not has_one_order(problem):
         before = best.seconds
+        # The bound of all placements is still open: good plans are looked for among ordered ones,
+        # in fewer tables.
         fewer = replace(effort, most_limits=_FEW_LIMITS)
         ordered = best_step(problem, tables, task.space, best, search, fewer)
         is_least = best.seconds <= before and ordered >= best.seconds * (1 - EXACT)
@@ -353,6 +367,7 @@ def _single_stages(
 
 def _choose(found: list[Candidate]) -> Candidate:
     least = min(candidate.seconds for candidate in found)
+    # Within a billionth: the least time to fill the pipeline, then the fewest stages.
     ties = [c for c in found if c.seconds <= least * (1 + 1e-9)]
     return min(ties, key=lambda c: (fill_seconds(c.costs, c.seats.placed), len(c.seats.placed)))
 
@@ -372,6 +387,7 @@ def _spread_bound(tables: list[StageCosts]) -> float:
 def _spread(tables: list[StageCosts], kinds: Sequence[tuple[int, ...]]) -> float:
     bounds = []
     for costs in tables:
+        # The best rate of any number of replicas, as if it had all the work.
         rate = min(m * costs.slopes(pool, m, span).per_compute for pool, m, span in kinds)
         pools = range(len(costs.problem.pools))
         times = zip(*(_layer_seconds(costs, pool) for pool in pools), strict=True)

@@ -58,6 +58,7 @@ class StageCosts:
     ) -> None:
         self.problem, self.cuts, self.recompute = problem, cuts, recompute
         self.bandwidths = bandwidths
+        # Recomputation runs the forward pass twice.
         passes = 2 if recompute else 1
         self.compute_seconds = passes * cuts.forward_seconds + cuts.backward_seconds
         self.overheads = overheads(problem)
@@ -66,6 +67,7 @@ class StageCosts:
         )
         self.own_seconds = np.array(self.overheads.stage_seconds)
         self.message_seconds = np.full(cuts.size, self.overheads.message_seconds)
+        # Nothing is sent into the first cut, nor out of the last.
         self.message_seconds[[0, -1]] = 0.0
         weight = boundary_weight(problem)
         self.boundary_seconds = np.array(
@@ -79,11 +81,13 @@ class StageCosts:
     def slopes(self, pool: int, num_replicas: int, span: int) -> Slopes:
         """The factors by which compute seconds and weight bytes enter a stage's cost."""
         bandwidth, count = self.bandwidths[span], self.problem.num_microbatches
+        # Thesis 2.4.1: max(compute, 2 (m - 1) w / (B m)), both by replica.
         if self.problem.stage_cost == "thesis":
             return Slopes(
                 1 / num_replicas, 0.0, 2 * (num_replicas - 1) / (bandwidth * num_replicas)
             )
         schedule = self.problem.schedule
+        # All-reduces and updates come once in so many inputs.
         often = updates(schedule, num_replicas, count) / count
         update = self.problem.pools[pool].update_seconds / max(self.total_weight, 1.0)
         reduction = self.reductions[pool]
@@ -109,12 +113,10 @@ class StageCosts:
         )
 
     def stage_compute(self, first: int, last: int, pool: int) -> float:
-        """Seconds of a microbatch's passes through the stage between two cuts.
-
-        Of a backward pass in halves only the first stage, whose first half is empty, repeats
-        nothing; so ``compute_seconds`` are the least of any stage.
-        """
+        """Seconds of a microbatch's passes through the stage between two cuts."""
         seconds, again = self.compute_seconds[pool], self.cuts.repeated_seconds[pool]
+        # Of a backward pass in halves only the first stage, whose first half is empty, repeats
+        # nothing; so ``compute_seconds`` are the least of any stage.
         repeated = float(again[last] - again[first]) if first else 0.0
         return float(seconds[last] - seconds[first]) + repeated + float(self.own_seconds[pool])
 
@@ -143,10 +145,13 @@ class StageCosts:
         slopes, cuts = self.slopes(pool, num_replicas, span), self.cuts
         compute = self.compute_seconds[pool]
         busy = slopes.per_compute * compute + slopes.per_weight * cuts.weight_bytes
+        # [ends] less [begins] is a stage's busy time: prefix sums, with what each stage pays once
+        # at its end.
         ends = busy + slopes.per_compute * self.own_seconds[pool]
         sync = slopes.sync_per_weight * cuts.weight_bytes
         reduced = sync[None, :] - sync[:, None] + slopes.sync_start
         found: Floats = np.maximum(ends[None, :] - busy[:, None], reduced)
+        # A boundary inside the stage's own span is no faster than its links, on either side.
         edge = self.boundary_seconds[span]
         np.maximum(found, edge[:, None], out=found)
         np.maximum(found, edge[None, :], out=found)
@@ -159,14 +164,12 @@ class StageCosts:
         return self.cuts.before is None and self.cuts.copied_bytes is None
 
     def between(self) -> Mask:
-        """[cuts, cuts]: whether a stage may lie between two cuts.
-
-        The first lies before the second; and without a flush all users of a tied weight are in
-        one stage, as each stage updates at its own time.
-        """
+        """[cuts, cuts]: whether a stage may lie between two cuts."""
         found: Mask = np.triu(np.ones((self.cuts.size, self.cuts.size), bool), 1)
         if self.cuts.before is not None:
             found = self.cuts.before
+        # Without a flush each stage updates at its own time, so all users of a tied weight are in
+        # one stage.
         if self.cuts.split_bytes is not None and not self.problem.traits.flushes:
             found = found & (self.cuts.split_bytes == 0)
         return found
@@ -219,6 +222,8 @@ class StageCosts:
     def memory_terms(self, in_flight: int, versions: int) -> tuple[float, int]:
         """Bytes that a byte of weights, and one of activations, costs a replica."""
         kept = kept_per_weight_byte(versions, self.problem.optimizer.state_bytes_per_weight_byte)
+        # Recomputation keeps one microbatch's activations at a time; what crosses into the stage
+        # is counted apart.
         return kept, 1 if self.recompute else in_flight
 
 

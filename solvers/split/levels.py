@@ -66,6 +66,7 @@ def single_devices(problem: SplitProblem) -> list[OnOneDevice]:
                     interpolated=size in costs.interpolated_sizes,
                 )
                 step = compute + closing_seconds(costs)
+                # Step, kind, compute, larger sizes first: ties are broken in this order.
                 found.append((step, kind, compute, -size, OnOneDevice(step, group)))
     return [entry[-1] for entry in sorted(found, key=lambda entry: entry[:-1])]
 
@@ -77,6 +78,7 @@ def first_bound(pool: SplitPool, level: Level) -> float:
     for rate, count in sorted(zip(rates.tolist(), level.counts, strict=True), reverse=True):
         total += rate * min(left, count)
         left -= min(left, count)
+    # Rounding must not make a bound of it that the optimum breaks.
     return pool.batch / total * (1 - 1e-12)
 
 
@@ -103,6 +105,8 @@ def type_sets(
     sync, numbers = _sync_table(pool, sum(pool.counts))
     for kinds in _subsets(sync, closing):
         counts = tuple(n if kind in kinds else 0 for kind, n in enumerate(pool.counts))
+        # What the dearest type of the set costs is what all its plans pay at most, so sets are
+        # told apart by it.
         overheads = sync[sorted(kinds)].max(axis=0) + closing[sorted(kinds)].max()
         yield counts, overheads, np.minimum(numbers, sum(counts))
 
@@ -124,6 +128,7 @@ def _in_order(
     for position in np.argsort(bounds, kind="stable").tolist():
         _, overheads, counts, own = found[position // width]
         column = position % width
+        # Column 0 is a level of its own always; later ones only while they add devices.
         if column and own[column] == own[column - 1]:
             continue  # more than the subset's devices: the same level again
         yield (
@@ -136,6 +141,7 @@ def _sync_table(pool: SplitPool, total: int) -> tuple[Floats, npt.NDArray[np.int
     """[types, columns] synchronisation, and the number of devices of each column."""
     options = [option for option, _ in pool.options]
     ends = [(sync_seconds(option, 2), sync_seconds(option, total)) for option in options]
+    # Between two equal ends it cannot differ.
     if all(few == many for few, many in ends):  # never falls, so it is constant
         return np.array([[few] for few, _ in ends]), np.array([total], dtype=np.int64)
     table = [[sync_seconds(option, n) for n in range(2, total + 1)] for option in options]
@@ -144,12 +150,14 @@ def _sync_table(pool: SplitPool, total: int) -> tuple[Floats, npt.NDArray[np.int
 
 def _subsets(sync: Floats, closing: Floats) -> list[frozenset[int]]:
     """The sets of types below some bound on synchronisation and some on update + fixed cost."""
+    # Below each pair of limits all types are cheap enough at no cost: only such sets can be best.
     bits = 1 << np.arange(len(closing), dtype=np.int64)
     within = [((sync <= row) * bits[:, None]).sum(axis=0) for row in sync]
     cheap = [int(((closing <= most) * bits).sum()) for most in closing]
     masks = {int(mask) & most for row in within for mask in np.unique(row) for most in cheap}
     return [
         frozenset(kind for kind in range(len(closing)) if mask >> kind & 1)
+        # Larger sets first: of equal bounds they hold the most plans.
         for mask in sorted(masks, reverse=True)
         if mask
     ]
@@ -175,9 +183,11 @@ def least_seconds(
         cutoff: Give up where the answer would be above this.
         floor: A known lower bound on the answer.
     """
+    # Not longer than all of the batch on one device.
     ceiling = min(cutoff, float(pool.device_seconds(pool.limits).max()))
 
     known: dict[bytes, tuple[int, ...] | None] = {}
+    # Only passes of this level's types count: its answers are shared by times that allow the same.
     mine = np.repeat(np.array(level.counts) > 0, pool.ends - pool.starts)
 
     def fits(seconds: float) -> tuple[int, ...] | None:
@@ -186,6 +196,8 @@ def least_seconds(
             known[key] = counts_within(pool, level.counts, level.num_devices, seconds)
         return known[key]
 
+    # First the cheap test, which ignores that samples must add up exactly: most often it is the
+    # answer.
     start = least_candidate(
         pool, max(floor, first_bound(pool, level)), ceiling, lambda t: holds(pool, level, t)
     )
@@ -205,6 +217,7 @@ def least_candidate(
     pool: SplitPool, low: float, ceiling: float, fits: Callable[[float], bool]
 ) -> float | None:
     """The least candidate time in [low, ceiling] that fits; ``fits`` must be monotone in time."""
+    # Steps that double from a small one: the answer is near the bound, and far looks are dear.
     width = low / 512
     below, above = low, low
     while not fits(above):
@@ -234,6 +247,8 @@ def candidates(pool: SplitPool, below: float, above: float) -> list[float]:
     keep = count > 0
     first, count = first[keep], count[keep]
     seconds, exposed = pool.seconds[keep], pool.exposed[keep]
+    # All passes of each size between both times, as one flat array: ``offsets`` restarts at 0 for
+    # each size.
     offsets = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     passes = np.repeat(first, count) + offsets
     times: list[float] = np.unique(
@@ -255,9 +270,12 @@ def refutation(pool: SplitPool, step_seconds: float) -> SplitCertificate | None:
     refuted = []
     for counts, overheads, numbers in type_sets(pool) if sum(pool.counts) > 1 else ():
         most = sum(counts)
+        # Columns up to the set's number of devices; later ones are the same level.
         spans = [(0, int(np.searchsorted(numbers, most)))] if most > 1 else []
         while spans:
             low, high = spans.pop()
+            # The least overhead of the span, with the work of its most devices: both only help the
+            # split.
             seconds = step_seconds * (1 - 1e-9) - float(overheads[low : high + 1].min())
             if seconds > 0 and counts_within(pool, counts, int(numbers[high]), seconds):
                 if low == high:
@@ -268,6 +286,7 @@ def refutation(pool: SplitPool, step_seconds: float) -> SplitCertificate | None:
             refuted.append(
                 RefutedSplits(
                     device_types=tuple(n for n, count in zip(names, counts, strict=True) if count),
+                    # Column 0 has 2 devices, or all where synchronisation is constant.
                     least_devices=int(numbers[low]) if low else 2,
                     most_devices=int(numbers[high]),
                 )

@@ -115,6 +115,7 @@ def _is_apart(problem: SplitProblem) -> bool:
 
 def _known_seconds(problem: SplitProblem) -> float:
     """The best step time with equal work on equal devices: no better plan computes longer."""
+    # Only even plans, which are quick to list: a limit for M.
     return min(
         (
             _batch(problem) // (number * point.batch_size) * point.step_seconds
@@ -139,6 +140,7 @@ def _devices(program: Program, problem: SplitProblem) -> list[_Device]:
             device = _Device(option=option, points=points)
             for point in points:
                 # M of the big-M constraints: as small as is safe, as it decides the speed.
+                # Among several devices another one does a sample at least.
                 whole = (_batch(problem) - _is_apart(problem)) // point.batch_size
                 most = int(min(whole, known / point.step_seconds * (1 + 1e-9)))
                 device.most.append(most)
@@ -165,6 +167,7 @@ def _build(
     program.require(total(samples) == _batch(problem))
     for device in devices:
         used = total([(1, run) for run in device.runs])
+        # v <= M y and v >= y tie v > 0 to y = 1.
         program.require(used <= 1)  # one size a device
         for most, passes, run in zip(device.most, device.passes, device.runs, strict=True):
             program.require(passes <= most * run)
@@ -172,8 +175,10 @@ def _build(
         times = [p.step_seconds / unit for p in device.points]
         exposed = [_exposed(device.option, p) / unit for p in device.points]
         own = [*zip(times, device.passes, strict=True), *zip(exposed, device.runs, strict=True)]
+        # What is exposed counts once a device, with y.
         program.require(compute >= total([(s, one) for s, one in own if s]))
         program.require(update >= closing_seconds(device.option) / unit * used)
+    # Of the n! orders of equal devices one is left: the program is smaller by that.
     for first, second in zip(devices, devices[1:], strict=False):
         if first.option is second.option:  # of equal devices an earlier one does at least as much
             program.require(total(_samples(first)) >= total(_samples(second)))
@@ -197,16 +202,19 @@ def _require_sync(program: Program, devices: list[_Device], sync: Any, unit: flo
     options = {id(device.option): device.option for device in devices}
     times = {key: [sync_seconds(o, n) / unit for n in numbers] for key, o in options.items()}
     last = len(devices) - 1
+    # Synchronisation that does not depend on the number has two columns: alone, or together.
     constant = all(t[min(1, last)] == t[last] for t in times.values())
     columns = sorted({0, last}) if constant else list(range(len(devices)))  # "at most so many"
     select = [program.variable(f"n_{c + 1}", high=1, integer=True) for c in columns]
     used = total([(1.0, run) for device in devices for run in device.runs])
     program.require(total([(1, one) for one in select]) == 1)
+    # The column's number may be larger than what is used, as synchronisation never falls with it.
     program.require(used <= total([(c + 1, one) for c, one in zip(columns, select, strict=True)]))
     for device in devices:
         own = [times[id(device.option)][c] for c in columns]
         if max(own) > 0:
             runs = total([(max(own), run) for run in device.runs])
+            # big-M: ``sync`` is at least the type's time if the type runs, and free otherwise.
             program.require(sync >= total(list(zip(own, select, strict=True))) + runs - max(own))
 
 
@@ -221,6 +229,7 @@ def _plan(
     groups = _groups(devices, solved.values)
     groups += tuple(s.plan.group for s in singles if round(solved.values[s.takes.name]))
     total = sum(group.num_devices * group.device_batch_size for group in groups)
+    # Backends keep integers to 1e-9 only; what they round must still be the batch.
     if total != _batch(problem):
         raise BackendError(f"{backend} answered a split of {total} samples, not {_batch(problem)}")
     predicted = predict(problem, groups)

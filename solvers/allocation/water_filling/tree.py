@@ -30,14 +30,7 @@ class RowTree:
     def __init__(
         self, entities: tuple[Entity, ...], entity: Ints, weight: Floats, count: Floats
     ) -> None:
-        """Build the tree.
-
-        Args:
-            entities: The nodes; jobs outside them hang at the top, a fair node.
-            entity: Each row's node, -1 for the top [rows].
-            weight: One job's weight [rows].
-            count: Jobs of each row [rows].
-        """
+        """Build the tree; jobs outside the entities hang at the top, a fair node."""
         self.top = len(entities)
         names = {node.name: i for i, node in enumerate(entities)}
         self.parent = [self.top if e.parent is None else names[e.parent] for e in entities]
@@ -46,6 +39,7 @@ class RowTree:
         self.children: list[list[int]] = [[] for _ in range(self.top + 1)]
         for node, parent in enumerate(self.parent):
             self.children[parent].append(node)
+        # Parents before children; the list grows while it is read.
         self.downwards = [self.top]
         for node in self.downwards:
             self.downwards.extend(self.children[node])
@@ -57,6 +51,7 @@ class RowTree:
         order = np.argsort(self.entity, kind="stable")
         ends = np.cumsum(np.bincount(self.entity, minlength=self.top + 1))
         self.rows_of = np.split(order, ends[:-1])
+        # In a FIFO node weights do not count: one row at a time has all.
         self.job_weight = np.where(self.fifo[self.entity], 1.0, weight)
         self.count = count
         # Levels are per unit of weight; of a tree, per unit of the top's share.
@@ -88,13 +83,17 @@ class Path:
 
     def __init__(self, tree: RowTree, level: Floats, active: Bools, cap: Floats) -> None:
         self._tree, self._base = tree, level
+        # A row at its cap or beyond has nothing to rise by.
         active = active & (cap > level)
         self._active = active
+        # [rows] by how much the tide may rise until the row is at its cap, from when it began.
         self._room = np.where(active, (cap - level) / tree.job_weight, 0.0)
+        # Rows that wait in line have not begun: infinite.
         self._begin = np.where(active & ~tree.fifo[tree.entity], 0.0, np.inf)
         self._gone = ~active
         self._heap: list[tuple[float, int, int]] = []
         self._nodes = [self._lined_up(node) for node in range(tree.top + 1)]
+        # From the leaves up: a node lives while it has living rows or children.
         for node in reversed(tree.downwards):
             at = self._nodes[node]
             for child in tree.children[node]:
@@ -106,6 +105,7 @@ class Path:
             self._flow(tree.top, tree.flow, 0.0)
         while self._heap:
             time, node, stamp = heapq.heappop(self._heap)
+            # A node that flowed anew since has a newer entry: this one is void.
             if stamp == self._nodes[node].stamp:
                 if time > self.times[-1]:
                     self.times.append(time)
@@ -124,7 +124,9 @@ class Path:
         rows = rows[self._active[rows]]
         if tree.fifo[node]:
             return _Node(rows.tolist(), rows.tolist(), [])
+        # The row that stops first stands first, so a node looks at one row for its next event.
         line = rows[np.argsort(self._room[rows], kind="stable")]
+        # Suffix sums: the weight of all rows that still rise.
         weights = (tree.job_weight * tree.count)[line[::-1]].cumsum()[::-1]
         return _Node(line.tolist(), rows.tolist(), [*weights.tolist(), 0.0])
 
@@ -149,12 +151,15 @@ class Path:
         while waiting:
             node, share = waiting.pop()
             at = self._nodes[node]
+            # What has risen until now, at the rate until now; then the new share.
             at.tide += at.rate * (time - at.since)
             at.share, at.since = share, time
             below = [child for child in tree.children[node] if self._nodes[child].living]
+            # All of it goes to the first in line: an own row, or the child that has it.
             if tree.fifo[node]:
                 own = at.place < len(at.line) and at.line[at.place] == at.first
                 at.rate = share if own else 0.0
+                # A row of a line begins when its turn comes.
                 if own and np.isinf(self._begin[at.first]):
                     self._begin[at.first] = at.tide
                 for child in below:
@@ -163,6 +168,7 @@ class Path:
             else:
                 total = at.weights[at.place] + sum(tree.weight[child] for child in below)
                 at.rate = share / total if at.living else 0.0
+                # A node's rate is per unit of weight, for rows and children alike.
                 waiting.extend((child, at.rate * tree.weight[child]) for child in below)
             self._note(node, time)
 
@@ -183,11 +189,14 @@ class Path:
         """The rows of a node that are at their caps stop; what changed above flows anew."""
         tree, at = self._tree, self._nodes[node]
         at.tide, at.since = self._full(at.line[at.place]), time
+        # Rows with equal caps stop in one event.
         while at.place < len(at.line) and self._full(at.line[at.place]) <= at.tide:
             row = at.line[at.place]
             self._gone[row] = True
             at.place += 1
             at.living -= 1
+        # From the node up as far as anything changes: a node that runs empty gives its share back
+        # to its parent, and the head of a line may be another one.
         changed = node
         while True:
             at = self._nodes[node]
@@ -201,6 +210,7 @@ class Path:
                 self._flow(node, 0.0, time)
                 parent.living -= 1
                 changed = tree.parent[node]
+            # Above a fair node outside all lines nothing has changed.
             elif not tree.in_line[node]:
                 break
             node = tree.parent[node]
