@@ -40,14 +40,13 @@ def bound_of(allocation: Allocation, pool: Pool) -> float | None:
 def _of_levels(
     certificate: Certificate, pool: Pool, known: Judge, level: dict[str, float]
 ) -> float:
-    """Bound a max-min policy, which maximises z where z * level <= throughput for every job.
-
-    With a budget, also dollars <= z * budget (thesis 6.4.3).
-    """
+    """Bound a max-min policy, which maximises z where z * level <= throughput for every job."""
     price = budget = 0.0
     if known.keeps_budget:
         price = certificate.resource_prices.get("budget", 0.0)
         budget = pool.problem.budget_dollars or 0.0
+    # z x level <= throughput for all jobs: the prices' worth over what a unit of z asks for bounds
+    # z.
     value = priced_capacity(certificate, pool, charge=price / 3600.0)
     asked = fsum(y * level[name] for name, y in certificate.job_prices.items() if name in level)
     asked -= price * budget
@@ -81,6 +80,7 @@ def priced_capacity(
         charge: What the objective loses for each dollar per hour of devices held.
     """
     worth = worth or {}
+    # Missing prices are 0: any prices prove something.
     y = {name: prices.job_prices.get(name, 0.0) for name in pool.jobs}
     rents = pool.rents(prices.resource_prices)
     if charge:
@@ -94,11 +94,15 @@ def priced_capacity(
         )
     runs = pool.rates > 0
     profits = np.where(runs, value * pool.rates - rents, -inf).max(axis=1)
+    # A job's time is worth its best column at least; a larger price stated for it only loosens the
+    # bound.
     time = {
         m: max(0.0, prices.time_prices.get(m, 0.0), profit)
         for m, profit in zip(pool.jobs, profits.tolist(), strict=True)
     }
     loss = 0.0
+    # A pair may still earn more than both jobs' time: half of the largest excess on everybody's
+    # time pays for it.
     if pool.problem.space_sharing:
         loss = max(0.0, _largest_pair_profit(pool, y, worth, rents, time)) / 2 * len(time)
     paid = fsum(n * prices.resource_prices.get(r, 0.0) for r, n in pool.capacity.items())
@@ -112,11 +116,9 @@ def _largest_pair_profit(
     rents: Floats,
     time: dict[str, float],
 ) -> float:
-    """Find the largest profit of a pair: worth of its throughputs minus rent and time prices.
-
-    Jobs of one model and scale factor have the same rates. So for a given partner model, only the
-    two jobs of a group with the largest profit can be in the best pair.
-    """
+    """Find the largest profit of a pair: worth of its throughputs minus rent and time prices."""
+    # Jobs of one model and scale factor have the same rates. So for a given partner model, only
+    # the two jobs of a group with the largest profit can be in the best pair.
     kinds: dict[tuple[str, int], list[str]] = {}
     for name, job in pool.jobs.items():
         kinds.setdefault((job.model, job.scale_factor), []).append(name)
@@ -124,6 +126,7 @@ def _largest_pair_profit(
     row = {name: place for place, name in enumerate(pool.jobs)}
     for i, first in enumerate(groups):
         for second in groups[i:]:
+            # The last of the second group, so that a group of one does not meet itself.
             a, b = first[0], second[-1]
             if a == b or pool.jobs[a].scale_factor != pool.jobs[b].scale_factor:
                 continue
@@ -197,6 +200,7 @@ def bound_by_regions(certificate: Certificate, pool: Pool) -> float:
     waiting = fsum(_best(pool, name) for name in pool.jobs if floor(pool, name) == 0)
     ways: dict[tuple[str, Range], list[_Way]] = {}
     bounds = []
+    # Each region bounds the allocations in it; the largest bounds all.
     for region in regions:
         price = region.resource_prices
         terms = [waiting, *(n * price.get(r, 0.0) for r, n in pool.capacity.items())]
@@ -227,9 +231,11 @@ def covers(regions: Sequence[Sequence[DollarCut]]) -> bool:
     """
     if not regions:
         return False
+    # A region without cuts is everything.
     if any(not cuts for cuts in regions):
         return True
     first = regions[0][0]
+    # Every region here must go on from the same cut, on either side of it.
     sides: dict[str, list[Sequence[DollarCut]]] = {"at_most": [], "at_least": []}
     for cuts in regions:
         if (cuts[0].job, cuts[0].dollars_per_hour) == (first.job, first.dollars_per_hour):
@@ -278,11 +284,10 @@ def _corners(
     low: float,
     high: float,
 ) -> Iterator[dict[str, float]]:
-    """Yield the corners of {y >= 0, sum y = 1, time . y <= 1, low <= dollars . y <= high}.
-
-    A corner is a vertex of the simplex, or a point of one of its edges at which one limit is tight.
-    Or it is a point of one of its triangles at which the time and one end of the range are tight.
-    """
+    """Yield the corners of {y >= 0, sum y = 1, time . y <= 1, low <= dollars . y <= high}."""
+    # A corner is a vertex of the simplex, or a point of one of its edges at which one limit is
+    # tight. Or it is a point of one of its triangles at which the time and one end of the range
+    # are tight.
     ends = [end for end in (low, high) if 0 < end < inf]
     limits = [(time, 1.0), *((dollars, end) for end in ends)]
     found: list[dict[str, float]] = [{a: 1.0} for a in columns]
@@ -302,6 +307,7 @@ def _corners(
                 first, second = (u * s - q * v) / det, (p * v - u * r) / det
                 found.append({a: first, b: second, c: 1 - first - second})
     for y in found:
+        # Points outside the other limits are no corners; rounding may put a corner just outside.
         spent = fsum(dollars[c] * part for c, part in y.items())
         busy = fsum(time[c] * part for c, part in y.items())
         near = low * (1 - _NEAR) <= spent <= high * (1 + _NEAR) and busy <= 1 + _NEAR

@@ -36,6 +36,7 @@ def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
     measured = option.sync
     if num_devices == 1 or measured is None:
         return 0.0
+    # What synchronisation adds at the size that hides it best; other sizes are counted apart.
     hidden_best = min(map(_sync_or_bound, measured.by_batch_size or [measured]))
     weights, cap = option.weight_bytes, option.link_bytes_per_second
     hops = num_devices - 1 + num_devices - 1
@@ -50,6 +51,7 @@ def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
     if option.link_latency_seconds > hop:
         hop = option.link_latency_seconds
     ring = hops * hop + ring_seconds(weights, num_devices, rate)
+    # The difference of two rings stretches what was measured to other devices.
     seconds = hidden_best + ring - fitted_ring_seconds(option)
     return seconds if seconds > 0 else 0.0
 
@@ -78,6 +80,7 @@ def exposed_seconds(option: DeviceOption, num_devices: int, size: int) -> float 
     known = {point.batch_size: _sync_or_bound(point) for point in points}
     if num_devices == 1 or not known:
         return None
+    # Beyond the measured sizes the nearest one stands.
     below = max((s for s in known if s <= size), default=min(known))
     above = min((s for s in known if s >= size), default=max(known))
     near = 0.0 if above == below else (size - below) / (above - below)

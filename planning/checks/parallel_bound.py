@@ -52,6 +52,7 @@ def is_proved(problem: ParallelProblem, bound: float, nodes: Sequence[PricedPlan
         bound: In seconds, to 1e-9.
         nodes: The certificate's, which say how to divide the work; the smallest problems need none.
     """
+    # The solver's sums are rounded in another order: a billionth is left to them.
     below = bound * (1 - _NEAR)
     left = _Left(min(LEAST_WORK + WORK_OF_A_NODE * len(nodes), MOST_WORK))
     if not problem.hides_messages:
@@ -71,6 +72,7 @@ def is_proved(problem: ParallelProblem, bound: float, nodes: Sequence[PricedPlan
                 )
                 for search in (_searches(own, fewest) if 1 in problem.num_model_chunks else ())
             )
+            # One replica shares nothing: of the ways to share, the first stands for it.
             for own, fewest in zip(each, (1, *(2 for _ in each)), strict=False)
         )
     except _Undecided:
@@ -135,13 +137,7 @@ class _Cells:
 
 
 def _searches(problem: ParallelProblem, least: int) -> "Iterator[_Search]":
-    """Each microbatch size with each number of replicas, but for those that others stand for.
-
-    One replica shares nothing: of the ways to share, one stands for it.
-
-    A plan stays one without some of its replicas, if as many microbatches are left to each. Its
-    all-reduce then takes no longer, unless it leaves a server or a link's rate falls with size.
-    """
+    """Each microbatch size with each number of replicas, but for those that others stand for."""
     devices = sum(pool.num_devices for pool in problem.pools)
     curves = [link.curve for pool in problem.pools for link in pool.links]
     curves += [link.curve for link in problem.between]
@@ -159,6 +155,9 @@ def _searches(problem: ParallelProblem, least: int) -> "Iterator[_Search]":
                 for t in pool.times
             )
             key = (ceil(units / replicas), inside)
+            # A plan stays one without some of its replicas, if as many microbatches are left to
+            # each. Its all-reduce then takes no longer, unless it leaves a server or a link's rate
+            # falls with size.
             if is_plain and fewest.setdefault(key, replicas) < replicas:
                 continue
             if not tables or problem.shard is not None:
@@ -270,6 +269,7 @@ def _units_of(problem: ParallelProblem, sizes: Any) -> tuple[Table, ...]:
             rest += 0.0 if unit else size
             if unit and size:
                 units[unit] = units.get(unit, 0.0) + size
+            # While one unit is used the next one comes: the two largest are whole at a time.
             first, second = nlargest(2, [0.0, 0.0, *units.values()])
             row = sum(units.values()), len(units), first, rest, rest + first + second
             for table, value in zip(tables, row, strict=True):
@@ -299,6 +299,8 @@ class _Search:
         self.devices = np.array([pool.num_devices for pool in problem.pools])
         most = min(self.places - 1, int(self.devices.sum()) // replicas)
         self.most_stages = min(most, problem.most_stages or most)
+        # [pools] devices a replica, if they were dealt evenly; prices are of one replica's
+        # devices.
         self.budget = self.devices / replicas
         self.pools = np.array([option.pool for option in options], dtype=int)
         self.degrees = np.array([option.degree for option in options], dtype=float)
@@ -335,6 +337,8 @@ class _Search:
         alone = _times_in(rooms[0], small.each)
         if self.problem.pools[large.pool].memory_bytes is None:
             return alone
+        # One replica of the smaller type at least, and all others of the larger one: no dealing
+        # has more room.
         together = (d - 1) * rooms[1] + rooms[0] - small.states
         with_all = _times_in(rooms[1] - small.states, small.each)
         return np.minimum(alone, np.maximum(_times_in(together, d * small.each), with_all))
@@ -374,13 +378,12 @@ class _Search:
 
     @cached_property
     def compute(self) -> Table:
-        """[options, start, end] of the passes of stages, which T is one of.
-
-        Where weights are shared, with the least of what they wait for.
-        """
+        """[options, start, end] of the passes of stages, which T is one of."""
         found = []
         for option in self.options:
             own = self.curves((option,))
+            # The ring of one type, or one that leaves the server because of another type: the
+            # faster of both.
             rings = [own, [_link_of_one(self.problem.pools[option.pool])]]
             found.append(np.min([self.with_gathers(option, ring) for ring in rings], axis=0))
         return np.array(found)
@@ -392,9 +395,11 @@ class _Search:
         layers, number, largest, _, _ = self.units(option.degree)
         whole = self._over(curves, layers, number)
         first = self._over(curves, largest, np.array(largest > 0, np.float64))
+        # Full recomputation gathers once more, before the backward pass.
         again = 3 if option.recompute == "full" else 2
         with np.errstate(invalid="ignore"):
             back = option.compute - option.forward
+        # A pass hides the gathers of later units, or they hide it; the first unit's is waited for.
         found = np.maximum(option.forward, whole) + np.maximum(back, again * whole) + first
         return np.where(np.isfinite(option.compute), found, inf)
 
@@ -421,6 +426,7 @@ class _Search:
             pool = self.problem.pools[option.pool]
             rings = [self.ring((option,))]
             if len(self.problem.pools) > 1 and self.replicas > 1:
+                # Whatever the other type, its links and larger degree only make the ring slower.
                 curve = _link_of_one(pool)
                 degrees = [s.tensor_parallel_size for s in self.problem.sizes]
                 alike = [t for t in degrees if t <= option.degree]
@@ -486,6 +492,7 @@ class _Search:
         if self.replicas == 1 or left == inf:
             return 0.0 if left < inf else inf
         bucket = self.problem.bucket_bytes
+        # The last bucket is the rest, and never empty.
         full = 0 if bucket is None or left <= bucket else ceil(left / bucket) - 1
         buckets = [(1, left - full * (bucket or 0)), (full, float(bucket or 0))]
         slowest = max(
@@ -516,11 +523,7 @@ class _Search:
 
     @cached_property
     def by_capacity(self) -> tuple[float, float]:
-        """Seconds of a step and of T at least, by what all devices together can compute.
-
-        A second of a type's device is worth 1 over the seconds of all layers on it. The slowest
-        stage takes at least the worth of all layers over that of the pool.
-        """
+        """Seconds of a step and of T at least, by what all devices together can compute."""
         if not self.options or self.most_stages < 1 or self.least_bytes() > self._room:
             return inf, inf
         layers = np.arange(self.places - 1)
@@ -529,6 +532,8 @@ class _Search:
         each = np.where(fits, each, inf)
         if not np.isfinite(each).any(axis=0).all():
             return inf, inf
+        # A second of a type's device is worth 1 over the seconds of all layers on it. The slowest
+        # stage takes at least the worth of all layers over that of the pool.
         work, worth = self.degrees[:, None] * each, 0.0
         costs = np.full(each.shape, inf)
         for pool, number in enumerate(self.devices):
@@ -542,6 +547,8 @@ class _Search:
             return 0.0, 0.0
         rate = self.replicas / worth
         with np.errstate(invalid="ignore"):
+            # Each further microbatch takes the pool at least so long, by these prices: the best
+            # option of each layer.
             through = float(np.nanmin(each + (self.m - 1) * rate * costs, axis=0).sum())
         slowest = rate * float(costs.min(axis=0).sum())
         return max(through, self.m * slowest), slowest
@@ -581,11 +588,14 @@ class _Search:
         Raises:
             _Undecided: That takes too much work.
         """
+        # What a call costs before it looks at any table.
         left.take(10 * _CALL)
         if self.by_capacity[0] >= below:
             return True
         cells = self._first(below, nodes)
         while len(cells.low):
+            # All cells by one table each, which take the stages behind for granted; what is left
+            # by tables that count them.
             left.take(len(cells.low) * self.seconds.size + self.places * _CALL)
             cells = self._open(cells, self._paths(cells), below)
             counted = []
@@ -593,11 +603,14 @@ class _Search:
                 left.take(self.most_stages * (self.seconds.size + _CALL))
                 table = self._tables(cells[[number]])
                 cell = self._open(cells[[number]], table[0][None], below)
+                # By how much of the bound T and X may still lift a step: only a narrow cell is
+                # searched stage by stage.
                 width = float(self._width(cell).max(initial=0.0)) / below
                 if len(cell.low) and width <= _NARROW:
                     found = _Stages(self, cell[0], table, below).find(left)
                     if found:
                         return False
+                    # It cannot be split any further, so nothing else will decide.
                     if found is None and width <= _NARROWEST:
                         raise _Undecided
                     cell = cell if found is None else cell[:0]
@@ -606,12 +619,11 @@ class _Search:
         return True
 
     def _open(self, cells: _Cells, rest: Table, below: float) -> _Cells:
-        """The cells that may hold a plan below the seconds, without what takes too long in them.
-
-        A plan whose T or X is larger by what is missing takes long enough.
-        """
+        """The cells that may hold a plan below the seconds, without what takes too long in them."""
         least = np.maximum(rest[:, -1] - cells.prices @ self.budget, cells.low)
         missing = below - (least + (self.m - 1) * cells.low + cells.free)
+        # A plan whose T or X is larger by what is missing takes long enough: the cell shrinks to
+        # what may not.
         room = missing / (self.m - 1) if self.m > 1 else inf
         kept = replace(
             cells,
@@ -626,10 +638,7 @@ class _Search:
         return found
 
     def _first(self, below: float, nodes: Sequence[PricedPlans]) -> _Cells:
-        """The certificate's nodes as cells, up to the longest T that matters.
-
-        Between them they hold every plan, whatever the nodes are: cells end where nodes do.
-        """
+        """The certificate's nodes as cells, up to the longest T that matters."""
         layers = np.arange(self.places - 1)
         compute = np.array([o.compute[layers, layers + 1] for o in self.options])
         most = max(below - float(compute.min(axis=0).sum()), 0.0)  # beside a microbatch's passes
@@ -638,6 +647,8 @@ class _Search:
         ends = sorted({n.most_stage_seconds for n in nodes})
         ends = [end for end in ends if shortest < end < longest]
         rows: list[tuple[float, ...]] = []
+        # Whatever the nodes are, the cells between their ends hold every plan: nodes only say
+        # where to cut, and at what prices.
         for low, high in pairwise([shortest, *ends, longest]):
             free, prices = 0.0, (0.0,) * len(self.devices)
             over = [n for n in nodes if n.least_stage_seconds <= high <= n.most_stage_seconds]
@@ -653,11 +664,9 @@ class _Search:
 
     @cached_property
     def levels(self) -> Table:
-        """All times that stages may take, which T is one of.
-
-        Where weights are shared, stages of two types have times of their own.
-        """
+        """All times that stages may take, which T is one of."""
         passes = np.where(self.in_flight >= 1, self.compute, inf)
+        # Where weights are shared, stages of two types have times of their own.
         if self.shares_weights:
             each = {tuple(self.options[o] for o in kind.options) for kind in _kinds_of(self)}
             passes = np.array([self.passes(options) for options in each])
@@ -672,6 +681,7 @@ class _Search:
 
     def _snapped(self, cells: _Cells) -> _Cells:
         """The cells with ends at times that there are, without those that have none."""
+        # Behind ``low``: a cell holds T above its lower end only.
         first = np.searchsorted(self.levels, cells.low * (1 + 1e-12), side="right")
         last = np.searchsorted(self.levels, cells.high * (1 + 1e-12), side="right") - 1
         there = first <= last
@@ -692,16 +702,15 @@ class _Search:
         return _joined(parts)
 
     def _paths(self, cells: _Cells) -> Table:
-        """[cells, ends] least seconds and prices of the layers before an end, in single stages.
-
-        A stage holds as many microbatches in flight as there are at least stages behind it.
-        """
+        """[cells, ends] least seconds and prices of the layers before an end, in single stages."""
         count, options = len(cells.low), len(self.options)
+        # At least so many stages lie behind an end: as many microbatches are in flight.
         behind = np.full((count, self.places), self.most_stages)
         behind[:, -1] = 0
         high, full = cells.high[:, None, None], cells.full[:, None, None]
         allowed: list[Any] = [None] * self.places
         in_flight = self.in_flight
+        # From the last end back: what lies behind decides how much memory is left.
         for end in range(self.places - 1, 0, -1):
             placed = behind[:, end]
             fits = in_flight[None, :, :end, end] >= np.minimum(placed + 1, self.m)[:, None, None]
@@ -711,6 +720,7 @@ class _Search:
             allowed[end] = fits
             fewer = np.where(fits.any(axis=1), placed[:, None] + 1, self.most_stages)
             behind[:, :end] = np.minimum(behind[:, :end], fewer)
+        # [cells, ends] the shortest path up to an end, over stages that were allowed.
         rest = np.full((count, self.places), inf)
         rest[:, 0] = 0.0
         priced = (cells.prices[:, self.pools] * self.degrees).reshape(count, options, 1)
@@ -798,11 +808,7 @@ class _Kind:
 
 
 class _Stages:
-    """The plans of one narrow cell, stage by stage from the last on.
-
-    A stage is of one kind. Labels with the same stages, but for their
-    cuts, leave the same to decide where they end at the same layer: the worse one is dropped.
-    """
+    """The plans of one narrow cell, stage by stage from the last on."""
 
     def __init__(self, search: _Search, cell: _Cells, rest: Table, below: float) -> None:
         self._search, self._below = search, below
@@ -833,6 +839,7 @@ class _Stages:
         shared = search.problem.shard is not None
         self._update = own + (search.gathers(self._ring) if shared else 0.0)
         one = cell.prices[search.pools] * search.degrees
+        # Of a pair's replicas one is of the dearer type at least.
         self._price = np.array(
             [_least_price(one[list(kind.options)], kind.first, d) for kind in self._kinds]
         )
@@ -871,6 +878,7 @@ class _Stages:
         for _ in range(_MOST_LABELS if self._kinds else 0):
             if not open_:
                 return False
+            # Depth first: few labels are open at a time.
             label = open_.pop()
             left.take(2 * self._fits.size / self._search.places + 5 * _CALL)
             for following in self._before(label):
@@ -894,6 +902,7 @@ class _Stages:
             message = np.maximum(self._output[:, end], self._output[after, end])
             message = np.maximum(message, self._crossing(after, end))
         own, sent = self._compute[:, :end, end], message[:, None]
+        # One microbatch there and back, with this stage; k are in flight.
         trip, k = label.trip + own + 2 * sent, min(placed + 1, m)
         slowest = np.maximum(np.maximum(own, sent), label.slowest)
         left = (m - 1) % k  # of the others, when each k have made a round trip
@@ -905,6 +914,7 @@ class _Stages:
         most_fit, updates = self._with_unlike(k)
         update = np.maximum(label.update, updates[:, :end, end])
         ring = np.maximum(label.ring, self._ring[:, :end, end])
+        # The least that any stages before can make of it, T and X of the cell included.
         least = np.maximum(more, (m - 1) * self._low) + trip + self._output[:, :end]
         least += np.maximum(update + ring, self._free)
         priced = label.price + self._price
@@ -964,6 +974,8 @@ def _kinds_of(search: _Search) -> Iterator[_Kind]:
 
 def _is_new(label: _Label, known: dict[Any, list[Any]]) -> bool:
     """Whether no label with the same left to decide is as good; notes this one."""
+    # Labels with the same stages, but for their cuts, leave the same to decide where they end at
+    # the same layer.
     key = (label.end, label.kinds[0], tuple(sorted(label.kinds)))
     mine = (label.trip, label.more, label.slowest, label.own, label.update, label.ring)
     others = known.setdefault(key, [])
@@ -974,11 +986,7 @@ def _is_new(label: _Label, known: dict[Any, list[Any]]) -> bool:
 
 
 def _has_no_chunks(problem: ParallelProblem, below: float, left: _Left) -> bool:
-    """Whether no interleaved plan takes less: (v m + p - 1) passes of its slowest chunk (4.2.2).
-
-    The messages of one microbatch are at least those of the shortest as many.
-    The update and the all-reduce of the fullest position are at least those of the mean one.
-    """
+    """Whether no interleaved plan takes less: (v m + p - 1) passes of its slowest chunk (4.2.2)."""
     chunks = [v for v in problem.num_model_chunks if v > 1 and problem.shard != "all"]
     for size in _sizes(problem) if chunks else ():
         units, devices = (
@@ -994,8 +1002,11 @@ def _has_no_chunks(problem: ParallelProblem, below: float, left: _Left) -> bool:
                     if search.m % p or p * v > min(search.places - 1, problem.most_stages or inf):
                         continue
                     left.take(_CALL)
+                    # The messages of one microbatch are at least the shortest as many, and the
+                    # fullest position's exchange at least the mean one.
                     others = slowest.mean_exchange(p) + slowest.least_messages(p * v)
                     passes = v * search.m + p - 1
+                    # The cheap bound of the slowest chunk first; the exact one takes a table.
                     if passes * slowest.least(p * v) + others < below and (
                         passes * slowest.exact(p * v, left) + others < below
                     ):

@@ -89,8 +89,10 @@ def _cuts(problem: PipelineProblem, most: float) -> NDArray[np.bool_] | None:
     Cuts with fewer layers before them come first.
     """
     number = len(problem.layers)
+    # [layers] the layers that each one needs, as bits.
     needs = [sum(1 << a for a, b in problem.links if b == layer) for layer in range(number)]
     found = fresh = {0}
+    # Breadth first: each cut grows by a layer that needs nothing behind it.
     while fresh and len(found) <= most:
         fresh = {
             before | 1 << layer
@@ -108,11 +110,13 @@ def _cuts(problem: PipelineProblem, most: float) -> NDArray[np.bool_] | None:
 def _holds(model: "_Model", bound: float) -> bool:
     if model.problem.minimises != "step_seconds":
         return model.least_sum(bound, inf) == inf
+    # Every rest is at most the bound itself: the first cap allows all plans that matter.
     cap = bound = bound - min(pool.fixed_seconds for pool in model.problem.pools)
     for _ in range(_MOST_CAPS):
         least = model.least_sum(cap, bound)
         if least >= bound:
             return True
+        # The cap no longer falls: nothing more can be shown.
         if bound - least >= cap * (1 - 1e-12):
             return False
         cap = bound - least
@@ -177,13 +181,9 @@ class _Model:
         return copied, split
 
     def least_sum(self, cap: float, step_seconds: float) -> float:
-        """The least sum of any plan whose stages all keep to the cap; infinite if none does.
-
-        Stages that make a longer step necessary by themselves are in no plan.
-
-        Stages are added from the last one on. A state is how many devices of each type they use,
-        how many they are, if that is asked for, and the type of the foremost.
-        """
+        """The least sum of any plan whose stages all keep to the cap; infinite if none does."""
+        # Stages are added from the last one on. A state is how many devices of each type they use,
+        # how many they are, if that is asked for, and the type of the foremost.
         wanted, none = self.num_stages, (0,) * len(self.devices)
         start = np.full(self.size, inf)
         start[-1] = 0.0
@@ -191,12 +191,16 @@ class _Model:
             (none, 0): {None: start}
         }
         least = self._single(cap, step_seconds) if wanted in (None, 1) else inf
+        # Moves use devices, so every state is complete before its turn.
         for state in sorted(product(*(range(n + 1) for n in self.devices)), key=sum):
             for number in range(wanted or 1):
                 behind = tables.pop((state, number), {})
                 for pool, replicas in self._moves(state) if behind else ():
                     stage = self._stage(pool, replicas, sum(state) + replicas)
+                    # Stages that alone make a longer step necessary are in no plan.
                     allowed = (stage.figure <= cap) & (stage.alone <= step_seconds)
+                    # [cut] what follows, by the type of the stage behind: its link decides the
+                    # message.
                     rest = np.minimum.reduce(
                         [
                             table + self._message_seconds(pool, replicas, kind)
@@ -219,6 +223,8 @@ class _Model:
             return 0.0
         kind = self.problem.pools[pool]
         if behind == pool:
+            # At best the stage's devices and one of the next share the smallest component that
+            # holds them.
             rate = _fastest(kind, replicas + 1)
         else:
             rate = min(_fastest(kind, replicas), self.problem.inter_bytes_per_second or inf)
@@ -272,6 +278,7 @@ class _Model:
             figure = per_input(compute, self.weights, update, rings, replicas, link)
             message = definitions.message_seconds(problem)
             before = 2 * (message + self.inputs / self._fastest_pair())
+            # Nothing is sent into the first stage.
             before[0] = 0.0
             flushes = problem.traits.flushes and problem.stage_cost == "ring"
             figure = np.maximum(figure, before * (count - 1) / count if flushes else before)
@@ -287,11 +294,15 @@ class _Model:
         beside = pool.workspace_bytes + (pool.base_memory_bytes or 0)
         fits = self.is_stage.copy()
         if pool.memory_bytes is not None:
+            # A byte for rounding.
             fits &= used + beside <= pool.memory_bytes + 1
         seconds = forward + backward
+        # For the slowest stage the cap says all: what remains of the sum is whether a path exists.
         if problem.minimises != "step_seconds":
             seconds, update, rings, tied = 0.0 * seconds, 0.0 * update, 0.0 * rings, 0.0 * tied
         mine = definitions.microbatches_of_busiest(count, replicas)
+        # Its first microbatch waits for the stages before; then all of its own passes, and its
+        # end.
         alone = self.before[:, None] + mine * (forward + backward) + rings + update + tied
         return _Stage(np.where(fits, seconds, inf), figure, (rings + update + tied)[0], alone)
 
@@ -303,15 +314,14 @@ class _Model:
         return definitions.stage_seconds(self.problem, compute, update, replicas, ring)
 
     def _left(self, replicas: int, workers: int) -> tuple[int, int]:
-        """Passes that a stage has left at least when its first gradient arrives.
-
-        1F1B has admitted as many microbatches as it holds. GPipe's last stage first makes all its
-        forward passes; of its other stages only the backward passes are counted.
-        """
+        """Passes that a stage has left at least when its first gradient arrives."""
         problem = self.problem
         mine = definitions.microbatches_of_busiest(problem.num_microbatches, replicas)
+        # GPipe's last stage first makes all its forward passes; of its other stages only backward
+        # passes are counted.
         if problem.traits.order == "forward-first":
             return (mine - 1 if workers == replicas else 0), mine - 1
+        # 1F1B has admitted as many microbatches as it holds.
         held = definitions.in_flight(problem.schedule, workers, replicas, problem.num_microbatches)
         return max(mine - held, 0), mine - 1
 

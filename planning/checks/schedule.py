@@ -79,6 +79,7 @@ def judged(name: str, generate: Generator, shape: PipelineShape) -> Lists:
     """
     promised = own_passes(name, shape)
     schedule = generate(shape)
+    # Further checks would only repeat, or fail on, lists that break the first ones.
     faults = [*_promise_faults(name, shape, schedule, promised)] or [*_structure(schedule)]
     order = () if faults else tuple(_runnable(schedule))
     if not faults:
@@ -121,14 +122,12 @@ def _bubble_faults(
     order: tuple[tuple[int, Operation], ...],
     held: tuple[tuple[int, int], ...],
 ) -> Iterator[str]:
-    """Hold a zero-bubble schedule without an order to its definition.
-
-    With F = B = W = 1 and no transfers, the first microbatch reaches the last rank at p - 1. From
-    then on the ranks work without a pause. No schedule is shorter.
-    """
+    """Hold a zero-bubble schedule without an order to its definition."""
     bound = definition_of(name).most_in_flight
     if bound is None:
         return
+    # With F = B = W = 1 and no transfers, the first microbatch reaches the last rank at p - 1.
+    # From then on all ranks work without a pause: no schedule is shorter.
     p, each = shape.pipeline_parallel_size, -(-shape.num_microbatches // shape.replicas[0])
     passes = 3 * each * len(schedule.placement) // p
     taken = run_seconds(schedule, order, lambda op: float(op.kind in PASSES))
@@ -141,11 +140,8 @@ def _bubble_faults(
 
 
 def _runnable(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
-    """Yield operations in an order in which they can run; those that wait for ever are left out.
-
-    A receive waits for the oldest message of its channel. The ranks of a reduction wait for each
-    other, and come one directly after another.
-    """
+    """Yield operations in an order in which they can run; those that wait for ever are left out."""
+    # [channel] messages that were sent and not received: a receive takes the oldest.
     place, channels = [0] * len(schedule.ranks), dict[tuple[int, int, str], int]()
     arrived: dict[tuple[int, int], set[int]] = {}
     moved = True
@@ -163,6 +159,8 @@ def _runnable(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
                 elif way == "send":
                     channel = (rank, operation.peer or 0, what)
                     channels[channel] = channels.get(channel, 0) + 1
+                # The ranks of a reduction wait for each other; the last one to arrive takes all
+                # with it.
                 elif way == "reduce":
                     group = arrived.setdefault((operation.stage, operation.microbatch), set())
                     group.add(rank)
@@ -179,11 +177,7 @@ def _runnable(schedule: Schedule) -> Iterator[tuple[int, Operation]]:
 
 
 def _held(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """[stages] most microbatches in flight, and most weight versions, of a replica at once.
-
-    A microbatch is in flight from its forward pass until its backward pass has ended. A version is
-    kept while it is the newest or is still to be read.
-    """
+    """[stages] most microbatches in flight, and most weight versions, of a replica at once."""
     found = []
     for stage, ranks in enumerate(schedule.placement):
         in_flight = versions = 0
@@ -200,6 +194,7 @@ def _in_flight(mine: Sequence[Operation]) -> int:
     for operation in mine:
         if operation.kind == "forward":
             held.add((operation.stage, operation.microbatch))
+        # From the forward pass until the backward pass has ended.
         if operation.kind in FREEING:
             held.discard((operation.stage, operation.microbatch))
         most = max(most, len(held))
@@ -207,6 +202,7 @@ def _in_flight(mine: Sequence[Operation]) -> int:
 
 
 def _versions(mine: Sequence[Operation]) -> int:
+    # A version is kept while it is the newest, or is still to be read.
     last_read = {op.weight_version: at for at, op in enumerate(mine) if op.kind in PASSES}
     most, newest, kept = 1, 0, {0}
     for place, operation in enumerate(mine):
@@ -221,12 +217,10 @@ def _versions(mine: Sequence[Operation]) -> int:
 def run_seconds(
     schedule: Schedule, order: tuple[tuple[int, Operation], ...], seconds: Seconds
 ) -> float:
-    """Time lists: each operation begins when what it waits for has ended.
-
-    That is the operation before it on its device, and its message. A message waits for its sender
-    and for the one before it on the same directed link. The replicas of a stage reduce together.
-    """
+    """Time lists: each operation begins when what it waits for has ended."""
+    # [ranks] seconds at which the operation before has ended.
     clock = [0.0] * len(schedule.ranks)
+    # A message waits for its sender, and for the one before it on the same directed link.
     sent: dict[tuple[int, int, str, int, int], float] = {}
     link: dict[tuple[int, int], float] = {}
     reduced: dict[tuple[int, int], float] = {}
@@ -359,6 +353,7 @@ def _inputs_and_outputs(
 ) -> Iterator[str]:
     """Check that one rank's data is there before it is used, and made before it is sent."""
     done: set[Key] = set()
+    # In list order: what stands later does not exist yet.
     for operation in schedule.ranks[rank]:
         stage, microbatch = operation.stage, operation.microbatch
         for need in _needs(operation, rank, schedule.num_stages, holder):
@@ -371,6 +366,7 @@ def _inputs_and_outputs(
         if operation.peer is not None and made in done:
             yield f"rank {rank}: {describe(operation)} for the second time"
         done.add(made)
+    # What is made here and needed elsewhere has to be sent.
     for operation in schedule.ranks[rank]:
         kind = {Kind.FORWARD: Kind.SEND_ACTIVATION}.get(operation.kind)
         kind = Kind.SEND_GRADIENT if operation.kind in DIFFERENTIATING else kind
@@ -494,6 +490,7 @@ def _updates(
     where = f"rank {rank}, stage {stage}"
     latest = covered = 0
     finished: set[int] = set()
+    # Microbatches of which this replica has the gradient.
     mine = {op.microbatch for op in operations if op.kind in FREEING}
     for operation in operations:
         version = operation.weight_version

@@ -40,6 +40,8 @@ def faster(problem: SplitProblem, seconds: float) -> str | None:
     try:
         for used in {used for _, used, _ in _all_splits(problem)}:
             kinds = [options[name] for name in sorted(used)]
+            # The most that any of its splits pays beside passes: if the batch fits into the time
+            # that is then left, one of them is faster for certain.
             left = limit - max(kind.update_seconds + kind.fixed_seconds for kind in kinds)
             left -= max(worst[name] for name in used)
             if left > 0 and _can_do(kinds, total, left, batch, share):
@@ -70,13 +72,8 @@ def replay_faults(
 ) -> list[str]:
     """Replay a certificate: its sets hold every split, and no split of a set is that fast.
 
-    Args:
-        problem: The problem that was solved.
-        seconds: The bound, which every step takes at least, to 1e-9.
-        refuted: The certificate's sets of splits on two or more devices.
-
-    Returns:
-        One sentence per fault; empty if the bound is proved.
+    ``seconds`` is the bound, which every step takes at least, to 1e-9. Returns one sentence per
+    fault; none if the bound is proved.
 
     Raises:
         TooLargeError: A set takes too much work.
@@ -87,6 +84,7 @@ def replay_faults(
         return [f"proof.certificate: {alone} takes less than {seconds} s"]
     options = {option.device_type: option for option in problem.devices}
     left = [-inf] * len(refuted)  # the most time for passes in any split of each set
+    # The smallest set that holds a split leaves the larger ones the fewest to refute.
     by_size = sorted(enumerate(refuted), key=lambda entry: len(entry[1].device_types))
     holding: dict[frozenset[str], list[tuple[int, RefutedSplits]]] = {}
     for number, used, overhead in _all_splits(problem):
@@ -111,10 +109,7 @@ def replay_faults(
 
 
 def _all_splits(problem: SplitProblem) -> Iterator[tuple[int, frozenset[str], float]]:
-    """Yield (devices, types, seconds beside passes) of sets that hold every split on two or more.
-
-    The slowest synchronisation and the slowest update of a split tell which types it may use.
-    """
+    """Yield (devices, types, seconds beside passes) of sets of all splits on two or more."""
     batch = problem.global_batch_size
     sizes = range(1, batch + 1)
     if problem.virtual_nodes:
@@ -125,6 +120,7 @@ def _all_splits(problem: SplitProblem) -> Iterator[tuple[int, frozenset[str], fl
         if any(point.batch_size in sizes for point in option.batch_curve)
     }
     closing = {name: o.update_seconds + o.fixed_seconds for name, o in options.items()}
+    # The slowest synchronisation and the slowest update of a split tell which types it may use.
     for number in range(2, sum(option.num_devices for option in options.values()) + 1):
         sync = {name: definitions.split_sync_seconds(o, number) for name, o in options.items()}
         for slowest, last in {(a, b) for a in sync.values() for b in closing.values()}:
@@ -145,17 +141,13 @@ def whole_sets(problem: SplitProblem) -> tuple[RefutedSplits, ...]:
 def _can_do(
     options: list[DeviceOption], most_devices: int, seconds: float, batch: int, share: int | None
 ) -> bool:
-    """Whether at most so many devices can do exactly the batch, each within a time.
-
-    Enough devices are counted by what each leaves undone of the most that it can do: close to the
-    optimum that is little. If all devices together can leave exactly the surplus undone, and they
-    are more than ``most_devices``, sums are taken for each number of devices.
-    """
+    """Whether at most so many devices can do exactly the batch, each within a time."""
     # Of each type: devices, most samples of one of them, (size, most passes).
     kinds: list[tuple[int, int, list[tuple[int, int]]]] = []
     for option in options:
         passes = []
         for point in option.batch_curve:
+            # Whatever the number of devices, two or more: exposed seconds are the same.
             exposed = definitions.exposed_seconds(option, 2, point.batch_size) or 0.0
             most = int(max(0.0, seconds - exposed) / point.step_seconds)
             most += (most + 1) * point.step_seconds + exposed <= seconds  # division rounds
@@ -163,12 +155,15 @@ def _can_do(
             if most and share in (None, point.batch_size):
                 passes.append((point.batch_size, most))
         kinds.append((option.num_devices, max((s * n for s, n in passes), default=0), passes))
+    # Not even at full speed: no exact sums are needed.
     room, reached = most_devices, 0
     for count, top, _ in sorted(kinds, key=lambda kind: -kind[1]):
         reached += min(room, count) * top
         room -= min(room, count)
     if reached < batch:
         return False
+    # Devices are counted by what each leaves undone of the most that it can do: close to the
+    # optimum that is little, so the sums are few bits.
     surplus = sum(count * top for count, top, _ in kinds) - batch
     stride = gcd(batch, *(size for _, _, passes in kinds for size, _ in passes))
     work = _Work()
@@ -183,10 +178,13 @@ def _can_do(
         return False
     if most_devices >= sum(count for count, _, _ in kinds):
         return True
+    # The sums hold for all devices together; fewer are allowed, so sums are taken for each number
+    # of them.
     by_devices = [1] + [0] * most_devices  # [devices] sums of samples
     for count, _, passes in kinds:
         one = sum({1 << n * size // stride for size, most in passes for n in range(1, most + 1)})
         for _ in range(count):
+            # From the largest number down, so that a device is added once.
             for number in range(most_devices, 0, -1):
                 by_devices[number] |= work.summed(by_devices[number - 1], one, batch // stride)
     return any(sums >> batch // stride & 1 for sums in by_devices)
@@ -206,6 +204,7 @@ class _Work:
             raise TooLargeError
         found = 0
         while few:
+            # A shift for each member of the smaller set.
             lowest = few & -few
             found |= many << (lowest.bit_length() - 1)
             few ^= lowest
@@ -213,6 +212,7 @@ class _Work:
 
     def multiple(self, one: int, count: int, most: int) -> int:
         """All sums of ``count`` members of a set."""
+        # By the binary digits of ``count``: O(log count) sums.
         found = 1
         while count:
             if count & 1:

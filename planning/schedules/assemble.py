@@ -85,6 +85,7 @@ def assemble(
         max_weight_versions: [ranks] the promised bound on weight versions held; None for no
             promise.
     """
+    # (stage, microbatch) -> the rank that runs it, where messages go.
     holder = {
         (stage, microbatch): rank
         for rank, slots in enumerate(order.slots)
@@ -114,11 +115,13 @@ class _Rank:
         self.holder = holder
         self.stages = [s for s, ranks in enumerate(order.placement) if rank in ranks]
         self.left = {stage: self._passes_per_round(stage) for stage in self.stages}
+        # A replica may have no microbatch of the last, short round.
         self.takes_part = {stage: [n > 0 for n in counts] for stage, counts in self.left.items()}
         self.next_round = dict.fromkeys(self.stages, 0)
         self.written: list[Operation] = []
 
     def operations(self, slots: Sequence[Slot]) -> tuple[Operation, ...]:
+        # The parts of a slot overlap: all inputs before, all outputs after them.
         for slot in slots:
             for one in slot:
                 self._receive(*one)
@@ -169,6 +172,7 @@ class _Rank:
 
     def _transfer(self, kind: Kind, stage: int, microbatch: int, other_stage: int) -> None:
         peer = self.holder.get((other_stage, microbatch), self.rank)
+        # Neighbouring stages on one rank (the turn of a V) send nothing.
         if peer != self.rank:
             self._add(kind, stage, microbatch, peer=peer)
 
@@ -193,13 +197,12 @@ class _Rank:
                 self._close_rounds(stage)
 
     def _close_rounds(self, stage: int, *, at_end: bool = False) -> None:
-        """Reduce and update for each complete round.
-
-        A replica without a microbatch in the last, short round takes part at the end.
-        """
+        """Reduce and update for each complete round."""
         rounds, length = self.left[stage], self._round_length(stage)
         while self.next_round[stage] < len(rounds):
             number = self.next_round[stage]
+            # A round is closed when all its passes are done. A replica without a microbatch in the
+            # last one takes part at the end, as its peers wait for it.
             if rounds[number] or not (at_end or self.takes_part[stage][number]):
                 return
             first = number * length
@@ -241,6 +244,7 @@ def parallel_pipelines(
     """
     count = shape.parallel_pipelines(name)
     shares = [len(shape.microbatches_of(0, replica)) for replica in range(count)]
+    # Pipelines with equally many microbatches have the same order, so each is made once.
     pipelines = {share: one_pipeline(share) for share in set(shares)}
     slots = [
         [

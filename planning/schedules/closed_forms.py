@@ -48,11 +48,9 @@ def one_f_one_b_from(
 ) -> LastStages:
     """Put a stage before the last stages of a pipeline under 1F1B, whose passes hide messages.
 
-    The first microbatch goes there and back. m - 1 more follow: each takes the passes of the stage,
-    or a message on its link. Or, as no more than k are in flight, each k of them take a round trip.
-    Or each two take a trip to the next stage, where one less is in flight, and the last k a whole
-    one. The longest of these chains, on any stage, is the step. Where messages take no time it is
-    the sum of all stages and m - 1 times the slowest: equation 4.1, if stages are equal.
+    The step is the longest of several chains of passes and messages, on any stage. Where messages
+    take no time it is the sum of all stages and m - 1 times the slowest: equation 4.1, if stages
+    are equal.
 
     Args:
         behind: The stages behind it; ``LastStages()`` for none.
@@ -61,12 +59,17 @@ def one_f_one_b_from(
         num_in_flight: k, the stages from this one on; at most m.
         num_microbatches: m.
     """
+    # The first microbatch goes there and back; m - 1 more follow.
     trips, rest = divmod(num_microbatches - 1, num_in_flight)
     both = 2 * message_seconds
     trip = behind.trip_seconds + both + own_seconds
     slowest = np.maximum(behind.slowest_seconds, np.maximum(own_seconds, message_seconds))
+    # Each takes the passes of the stage, or a message on its link.
     longest = (num_microbatches - 1) * np.maximum(own_seconds, message_seconds)
+    # Or, as no more than k are in flight, each k of them take a round trip.
     more = np.maximum(longest, trips * trip + rest * slowest)
+    # Or each two take a trip to the next stage, where one less is in flight, and the last k a
+    # whole one.
     if num_microbatches > num_in_flight:
         pairs, rest = divmod(num_microbatches - 1 - num_in_flight, 2)
         next_trip = own_seconds + both + behind.own_seconds
@@ -129,13 +132,16 @@ def interleaved_in_flight(
     p, v = pipeline_parallel_size, num_model_chunks
     m = min(num_microbatches, 3 * p)  # the order repeats itself from group to group
     warmup, held = interleaved_warmup(p, m, v, position), [0] * v
+    # After each forward pass, from the warm-up on, the device is as full as it gets.
     found = set()
     for number in range(m * v):
         held[number % (p * v) // p] += 1
         if number >= warmup or number == m * v - 1:
             found.add(tuple(held))
+        # Backward passes take the chunks in the opposite order.
         if number >= warmup:
             held[v - 1 - (number - warmup) % (p * v) // p] -= 1
+    # One that holds no more of any chunk than another is never the fullest.
     return tuple(
         one
         for one in sorted(found)

@@ -58,6 +58,7 @@ class _Replay:
         # When a microbatch's activation or gradient arrives at a stage; None if not known yet.
         unknown: list[float | None] = [None] * num_microbatches
         known: list[float | None] = [0.0] * num_microbatches
+        # [stages][microbatches]; the first stage has its inputs, the last one its gradients.
         self.activations = [
             list(unknown) if number else list(known) for number in range(len(stages))
         ]
@@ -68,6 +69,7 @@ class _Replay:
         self.link_free: dict[tuple[int, int], float] = {}
 
     def run(self) -> None:
+        # Whoever received something may go on; the order does not change any time.
         waiting = list(range(len(self.passes)))[::-1]
         while waiting:
             waiting += self._advance(waiting.pop())
@@ -78,6 +80,7 @@ class _Replay:
         stage, passes = self.stages[number], self.passes[rank]
         activations, gradients = self.activations[number], self.gradients[number]
         now, position, told = self.now[rank], self.done[rank], []
+        # To the first pass whose input has not been sent yet.
         while position < len(passes):
             is_backward, microbatch = passes[position]
             ready = (gradients if is_backward else activations)[microbatch]
@@ -95,6 +98,7 @@ class _Replay:
     def _send(self, rank: int, other: int, is_backward: bool, microbatch: int, now: float) -> int:
         peer = self.first_rank[other] + microbatch % self.stages[other].num_replicas
         seconds = self.stages[min(other, self.stage_of[rank])].transfer_seconds
+        # Both directions of a boundary take as long; a link carries one message at a time.
         begin = max(now, self.link_free.get((rank, peer), 0.0))
         arrival = self.link_free[rank, peer] = begin + seconds
         (self.gradients if is_backward else self.activations)[other][microbatch] = arrival
@@ -104,6 +108,7 @@ class _Replay:
         """Seconds until the last update of any stage has ended."""
         ends = []
         for first, stage in zip(self.first_rank, self.stages, strict=True):
+            # A stage's replicas reduce together, so the last one decides.
             end = max(self.now[first : first + stage.num_replicas])
             if stage.num_replicas > 1:
                 end += stage.reduce_seconds

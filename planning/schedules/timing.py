@@ -181,6 +181,7 @@ class Timing:
             for operation, span in zip(operations, spans, strict=True)
             if operation.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and operation.stage == last
         )
+        # Whole rounds of all replicas: a part of one would count some stages' replicas more often.
         rounds = math.lcm(*(len(ranks) for ranks in self.schedule.placement))
         window = len(ends) // 2 // rounds * rounds
         if window == 0:
@@ -189,29 +190,28 @@ class Timing:
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Yield (rank, index of the operation) so that causes come before effects.
-
-    Sends do not block, receives wait for their message, and a reduction waits for all ranks of its
-    stage; these ranks are then yielded one directly after another. O(operations). Stops early if
-    every unfinished rank waits, which is a deadlock.
-    """
+    """Yield (rank, index of the operation) so that causes come before effects."""
     position = [0] * schedule.num_ranks
     sent: set[Message] = set()
     waiting: dict[Message, int] = {}
     arrived: dict[tuple[int, int], list[int]] = {}
     ready = deque(range(schedule.num_ranks))
+    # Who received something, or never ran, may go on.
     while ready:
         rank = ready.popleft()
         operations = schedule.ranks[rank]
+        # A rank runs until it waits for something.
         while position[rank] < len(operations):
             operation = operations[position[rank]]
             if operation.kind in RECEIVES:
                 message = message_of(operation, rank)
                 if message not in sent:
+                    # Woken by the send, so nobody asks again and again: O(operations).
                     waiting[message] = rank
                     break
                 sent.remove(message)
             elif operation.kind is Kind.REDUCE:
+                # The last rank of the stage to arrive lets all go on, one directly after another.
                 group = arrived.setdefault((operation.stage, operation.microbatch), [])
                 group.append(rank)
                 if len(group) < len(schedule.placement[operation.stage]):
@@ -281,6 +281,7 @@ class _Clock:
         self.spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
         self.arrival: dict[Message, float] = {}
         self.link_free: dict[tuple[int, int], float] = {}
+        # [directed link] when it is free: one transfer at a time.
         self.reduction: dict[tuple[int, int], float] = {}
 
     def run(self, rank: int, operation: Operation) -> None:

@@ -57,6 +57,8 @@ def _build(
 
 def _handcrafted(p: int, m: int) -> list[list[Slot]]:
     pipeline = []
+    # As 1F1B, but each weight gradient comes ``position`` microbatches late: it fills the bubble
+    # that later ranks have at the end, and holds no more than the first rank of 1F1B.
     for position in range(p):
         ahead = p - position
         slots: list[Slot] = [((Kind.FORWARD, position, k),) for k in range(ahead)]
@@ -82,6 +84,7 @@ def search(p: int, m: int, *, max_in_flight: int) -> list[list[Slot]]:
     Returns:
         [ranks] slots of each rank, of the variant (of two) with the shorter span.
     """
+    # Whether early backward passes help depends on p, m and the memory: both are tried.
     variants = [_Search(p, m, max_in_flight, early).run() for early in (True, False)]
     found = min(variants, key=lambda ranks: max(rank.span for rank in ranks))
     return [
@@ -130,6 +133,7 @@ class _Search:
         for position in range(len(ranks)):
             self._put_forward(position)
         extra = self._extra_forwards()
+        # Passes take one unit of time, so times are whole numbers.
         for position in range(len(ranks)):
             for _ in range(extra[position]):
                 self._put_forward(position)
@@ -142,6 +146,7 @@ class _Search:
         Each later rank has at least one fewer, because the rank before it must send their inputs.
         """
         extra = [0] * len(self.ranks)
+        # When the first gradient comes back, if every rank takes one unit.
         first_backward = self.ranks[-1].free + 1
         for position in reversed(range(len(self.ranks) - 1)):
             rank = self.ranks[position]
@@ -149,6 +154,7 @@ class _Search:
             idle = max(0, first_backward - rank.free)
             extra[position] = min(room, self.m - rank.forwards, idle)
             first_backward = max(rank.free + extra[position], first_backward) + 1
+        # Each later rank has at least one fewer: the rank before it sends its inputs.
         for position in range(1, len(extra)):
             while (
                 0 < extra[position] >= extra[position - 1]
@@ -161,7 +167,9 @@ class _Search:
         """Run one forward pass on every rank that has any left, then one backward pass on each."""
         wanted = [self._wants_forward(position) for position in range(len(self.ranks))]
         for position, rank in enumerate(self.ranks):
+            # A forward pass that a later rank skips would only pile up in front of it.
             if all(wanted[position:]):
+                # Memory is full: a weight gradient frees one microbatch.
                 while rank.in_flight + 1 > self.max_in_flight:
                     self._put_weight(position)
                 if position > 0:
@@ -172,23 +180,23 @@ class _Search:
             if position + 1 < len(self.ranks):
                 end = self._end(position + 1, Kind.BACKWARD_INPUT, rank.backwards)
                 self._fill(position, end)
+            # Nothing is left to put in front of the first rank, so it holds no weight gradients
+            # back.
             if position == 0 and rank.forwards == self.m:
                 while rank.weights < rank.backwards:
                     self._put_weight(position)
             self._put_backward(position)
 
     def _wants_forward(self, position: int) -> bool:
-        """Whether a rank should run a forward pass in this round.
-
-        With ``early_backward``, a rank skips a forward pass that would delay its next backward
-        pass. It does so only if the next rank has two inputs waiting and the rank itself has been
-        idle for less time than the others.
-        """
+        """Whether a rank should run a forward pass in this round."""
         rank = self.ranks[position]
         if rank.forwards >= self.m:
             return False
+        # ``early_backward``: a forward pass that would delay the next backward pass may be skipped
+        # ...
         if not self.early_backward or position + 1 == len(self.ranks):
             return True
+        # ... only if the next rank has two inputs waiting ...
         behind = self.ranks[position + 1]
         if rank.forwards < behind.forwards + 2:
             return True
@@ -199,6 +207,7 @@ class _Search:
         weights = min(max(0, overfull), rank.backwards - rank.weights)
         if rank.free + 1 + weights <= arrives:
             return True
+        # ... and this rank has been idle for less time than others.
         return arrives - rank.free > max(one.bubble for one in self.ranks) - rank.bubble
 
     def _fill(self, position: int, until: int) -> None:

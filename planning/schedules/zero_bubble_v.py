@@ -56,12 +56,14 @@ class _Search:
         self.ends: dict[tuple[int, int, int], int] = {}
         self.free = [0] * p
         self.memory = [0] * p
+        # As much as 1F1B's first rank holds: p microbatches on two stages, two units each.
         self.max_memory = 4 * p
         self.pending: list[deque[Pass]] = [deque() for _ in range(p)]
 
     def run(self) -> list[list[Slot]]:
         self._warm_up()
         self._level()
+        # A backward and a forward pass each, 2 m times: each rank has 2 m of both.
         for _ in range(2 * self.m):
             self._one_backward_each()
             self._one_forward_each()
@@ -76,6 +78,8 @@ class _Search:
             self._put(_DOWN, rank)
         for rank in reversed(range(self.p)):
             if rank < self.p - 1:
+                # The way up and back has arrived; while a rank waits for it, more microbatches
+                # start, as far as memory allows for those that come down again.
                 arrives = self.ends[_UP, rank + 1, 0]
                 while (
                     self.memory[rank] + 2 * (2 + 2 * rank) <= self.max_memory
@@ -102,6 +106,7 @@ class _Search:
 
     def _one_backward_each(self) -> None:
         legs = [self._next_backward(rank) for rank in range(self.p)]
+        # Ups from the last rank, downs from the first: each pass finds its input ready.
         ups = [rank for rank in reversed(range(self.p)) if legs[rank] == _BACK_UP]
         downs = [rank for rank in range(self.p) if legs[rank] == _BACK_DOWN]
         for rank in ups + downs:
@@ -109,6 +114,7 @@ class _Search:
             self._put(legs[rank], rank)
 
     def _next_backward(self, rank: int) -> int:
+        # The way down again must not fall behind the way up, which other ranks wait for.
         done = self.done[rank]
         if done[_BACK_UP] >= done[_BACK_DOWN]:
             return _BACK_DOWN
@@ -120,6 +126,7 @@ class _Search:
             leg = self._next_forward(rank)
             if leg is None:
                 continue
+            # An F takes two units; a W gives one back.
             while self.memory[rank] + 2 > self.max_memory:
                 self._put_weight(rank)
             self._fill(rank, leg)
