@@ -67,6 +67,8 @@ class OneHost:
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
         self.token = secrets.token_hex(16)
+        # Bound at once, so that workers know the port while torch, which makes the store, is
+        # imported.
         self._socket = listen("127.0.0.1", 0)
         self._store: Any = None
         self._thread = threading.Thread(target=self._make_store, daemon=True)

@@ -76,6 +76,7 @@ class Watch:
             else:
                 why = None if line.is_prepared else self._stuck(name, line, now)
             if why is not None:
+                # Last: what a start or an end explains is more exact than that a worker hangs.
                 found[name] = why
         for name, why in found.items():
             self._workers.kill(name, f"{why} and was killed")
@@ -91,6 +92,7 @@ class Watch:
 
     def _stuck(self, name: str, line: WorkerLine, now: float) -> str | None:
         """The message about a worker that has not reached ``hf.prepare`` and makes no progress."""
+        # A worker that has never been heard counts from when it was started.
         quiet = now - (line.began if line.heard_at is None else line.heard_at)
         if why := self._stopped(name, now, "started"):
             return why
@@ -108,6 +110,8 @@ def hung(
     further while at least one other waits in an exchange. One that has not come to ``hf.prepare``,
     or has finished, does neither.
     """
+    # Without anybody who waits for it a worker may compute for as long as it likes: a first step
+    # that compiles takes minutes.
     others_wait = any(line.is_waiting for line in lines.values())
     for name, line in lines.items():
         if line.heard_at is None or not line.is_prepared or line.is_finished:
@@ -121,6 +125,8 @@ def hung(
 
 def parted(lines: Mapping[str, WorkerLine], now: float) -> tuple[str, str] | None:
     """A worker whose script has ended, and one that waits for it in its loop; None as a rule."""
+    # Recently heard and long unmoved: a worker that is silent as well is frozen, which ``hung``
+    # tells.
     still = {
         name: line
         for name, line in lines.items()
@@ -145,6 +151,8 @@ class Inbox:
         for old in self.folder.glob("*"):
             old.unlink(missing_ok=True)
         self.folder.mkdir(exist_ok=True)
+        # Clients see by this lock whether a launch still answers here: the system lets go of it
+        # however the process ends.
         self._lock: IO[bytes] = (self.folder / LOCK).open("wb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._seen: set[str] = set()
@@ -159,6 +167,8 @@ class Inbox:
             for name in sorted(os.listdir(self.folder)):
                 if not name.startswith(REQUEST) or name in self._seen:
                     continue
+                # Noted before it is read, so that a broken request is answered once and not at
+                # every look.
                 self._seen.add(name)
                 path = self.folder / name
                 try:
@@ -178,6 +188,7 @@ class Inbox:
 
     def close(self) -> None:
         """The launch is over: remove all files but answers that a client still waits for."""
+        # Before the files go: a client that asked just now would wait for its answer in vain.
         while (waiting := self.next()) is not None:
             self.answer(waiting[0], ResizeAnswer(status="refused", detail="the run has ended"))
         for path in [*self.folder.glob("*.json"), self.folder / LOCK]:
@@ -319,6 +330,8 @@ class Supervisor(ABC):
         self._starter, self._warn, self._store = launched.starter, launched.warn, hosts
         self._watch, self._tries = Watch(launched.workers, launched.limits), Tries(hosts)
         self.config, self.number, self.restarted_at = launched.config, 0, 0
+        # The highest number that was announced; ``number`` follows it once all workers have
+        # changed.
         self._highest = 0
         # Names are never used again, so that nothing a worker has left is taken for another's.
         self._fresh = map(str, count())
@@ -368,6 +381,8 @@ class Supervisor(ABC):
                 raise ProblemError(
                     "a resize is in progress already", hint="ask again when it is done"
                 )
+            # Before any process starts: what does not fit is refused while the job trains on
+            # undisturbed.
             check_memory(request.config.workers, request.config)
             self._change_to(request.config, path)
         except HetflowError as error:
@@ -400,6 +415,7 @@ class Supervisor(ABC):
         change, self._change = self._change, None
         if change is None:
             return
+        # Only workers that joined are ended. Those of before have lost nothing, and keep training.
         self._end(change.joining)
         if change.request is not None:
             self._inbox.answer(change.request, ResizeAnswer(status="failed", detail=why))
@@ -474,6 +490,8 @@ class Regroup(Supervisor):
 
     def tick(self, wait_seconds: float) -> Failure | None:
         """Take in what has happened, after so long; a failure that ends the launch."""
+        # By the clock and not by the workers' lines: hosts hear of each other through the store
+        # alone.
         time.sleep(wait_seconds)
         self._workers.hear()
         self._watch.look(self._here())  # nobody, where workers have no line to their controller

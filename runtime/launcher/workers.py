@@ -329,6 +329,8 @@ class Workers:
     def _start(self, command: WorkerCommand) -> Process:
         out, err = self.logs(command.name)
         with out.open("wb") as out_stream, err.open("wb") as err_stream:
+            # Only worker 0 is shown, so only its output goes through a pipe that a thread copies.
+            # The others write to their logs themselves, which costs this process nothing.
             if command.name != "0":
                 return self._start_on(command, out_stream, err_stream)
         reads, writes = zip(os.pipe(), os.pipe(), strict=True)
@@ -336,6 +338,8 @@ class Workers:
         for read, write, log, console in zip(
             reads, writes, (out, err), self._consoles, strict=True
         ):
+            # The copy in this process: while it is open, the pipe has a writer and its reader no
+            # end.
             os.close(write)
             self._begin(tee, read, log, console)
         return process
@@ -359,6 +363,8 @@ class Workers:
             token=self._token,
         )
         if line is not None:
+            # Closed here once the worker has it, so that the worker's end is seen as the end of the
+            # line.
             line.started()
         return process
 
@@ -536,6 +542,7 @@ class Workers:
         """
         names = [name for name in self._processes if not self.has_ended(name)]
         first = min(grace_seconds, HANDLING_SECONDS)
+        # Most scripts do nothing about it and are gone at once; only who waits longer reads why.
         if self._ask(signal.SIGINT, names, signals, first) or grace_seconds <= first:
             return
         warn(
@@ -569,6 +576,7 @@ class Workers:
         # The measurements of a launch that fails are worth having, but not worth waiting for: a
         # worker that hangs never answers.
         asked, deadline = signals.count, time.monotonic() + REPORT_SECONDS
+        # A worker that a signal has stopped would not answer, so it is not waited for.
         waiting = {name for name, line in self._lines.items() if line.trains and self._runs(name)}
         for name in waiting:
             self._lines[name].send(Report())
@@ -611,6 +619,7 @@ class Workers:
         # After the processes: the pipes close with their last writer, so the threads have shown
         # all.
         for thread in self._tees:
+            # Not for ever: a process that left the worker's group may hold the pipe open.
             thread.join(timeout=2)
         for line in self._lines.values():
             line.close()
@@ -701,6 +710,7 @@ class Starter:
 def _is_stopped(pid: int) -> bool:
     """Whether a signal has stopped a process (Linux)."""
     try:
+        # Behind the last bracket: a program's name may hold blanks and brackets of its own.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return False

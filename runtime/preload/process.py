@@ -238,9 +238,12 @@ def become(request: ForkRequest, descriptors: list[int], parent: int, told: int)
         parent: The process that has forked this one, with which it dies.
         told: Where ``parent`` reads what went wrong; closed without a word when all is done.
     """
+    # A group of its own: the launch ends a worker and all that it started by one signal to the
+    # group.
     os.setsid()
     dying_with(parent)()
     try:
+        # Descriptors first: what goes wrong later is then said to the right place.
         told = _place(descriptors, request.descriptors, told)
         _take_over(request)
     except Exception as error:
@@ -259,8 +262,11 @@ def _take_over(request: ForkRequest) -> None:
     if request.niceness != os.getpriority(os.PRIO_PROCESS, 0):
         os.setpriority(os.PRIO_PROCESS, 0, request.niceness)
     os.sched_setaffinity(0, request.affinity)
+    # Through ``os.environ`` and not by a new mapping: it passes each variable on to the C library,
+    # where libraries read theirs.
     os.environ.clear()
     os.environ.update(request.environment)
+    # The C library has read TZ already.
     time.tzset()
     _open_streams()
     _seed_anew()
@@ -273,6 +279,7 @@ def _take_over(request: ForkRequest) -> None:
 
 def _place(descriptors: list[int], numbers: list[int], kept: int) -> int:
     """Give each descriptor its number, and close all others but one, which gets a new number."""
+    # Two moves: a descriptor may stand where another has to go, so all leave the low numbers first.
     lowest = max(_HIGH, *numbers) + 1
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest) for fd in (*descriptors, kept)]
     os.closerange(0, lowest)
@@ -328,6 +335,7 @@ def _keep(inherited: dict[str, ModuleType]) -> None:
         if issubclass(type(found), (io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)):
             with contextlib.suppress(OSError, ValueError):  # a broken pipe, or a closed file
                 found.flush()
+    # Never given back: with the dictionary alive, no module in it is taken apart.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
     modules: dict[str, Any] = sys.modules
     for name, module in inherited.items():
@@ -336,6 +344,7 @@ def _keep(inherited: dict[str, ModuleType]) -> None:
 
 
 def _set_signals(request: ForkRequest) -> None:
+    # The preloaded process's own, if an import had set one, is closed by now.
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - _UNTOUCHABLE:
         if number in request.ignored_signals or number in _IGNORED_BY_PYTHON:
@@ -353,6 +362,8 @@ def _open_streams() -> None:
     """stdin, stdout and stderr as Python opens them at its start, on the new descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         before = getattr(sys, name)
+        # The encoding stays: what decides it (PYTHONIOENCODING, LC_*) is an import setting, so the
+        # preloaded process has chosen alike.
         stream = _open_stream(number, name, before.encoding, before.errors)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
@@ -381,6 +392,8 @@ def _seed_anew() -> None:
     """Draw what a fresh process draws at its start or import; ``random`` does so by itself."""
     modules: dict[str, Any] = sys.modules
     if "numpy.random" in modules:
+        # All forks would draw the same numbers otherwise, as the generators were seeded at the
+        # import.
         modules["numpy.random"].seed()
     if "torch" in modules:
         modules["torch"].default_generator.seed()  # the CPU's; CUDA's are made at its first use
@@ -399,6 +412,7 @@ def set_title(command: list[str]) -> None:
         start, end = map(int, fields.rpartition(")")[2].split()[45:47])
     except (OSError, ValueError):
         return
+    # Where the own command line lies, which ``ps`` reads; zeros where /proc hides it.
     if not 0 < start < end:
         return
     text = b"\0".join(os.fsencode(word) for word in command)[: end - start - 1]
@@ -442,6 +456,7 @@ def _end_by_interrupt() -> None:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    # So that a shell sees a process that was interrupted, and ends its own loop too.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -83,6 +83,8 @@ def start_preloaded(
     command = [sys.executable, "-P", "-m", MODULE, option, number, *modules, room]
     return subprocess.Popen(
         command,
+        # Its own session, so that Ctrl-C on the launch's terminal reaches the controller alone,
+        # which decides what its workers are told.
         env=environment,
         pass_fds=(channel.fileno(),),
         stdin=subprocess.DEVNULL,
@@ -103,6 +105,7 @@ def main(arguments: Sequence[str]) -> list[str] | None:
     if arguments[:1] == ["--connection"] or arguments[:1] == ["--connections"]:
         set_title(["hetflow preloaded"])
         channel = socket.socket(fileno=int(arguments[1]))
+        # Else each forked worker would hold the channel open, and its end would not be seen.
         channel.set_inheritable(False)
         return _preloaded(channel, arguments[2:-1], is_host=arguments[0] == "--connection")
     if arguments and not arguments[0].startswith("-"):
@@ -117,10 +120,13 @@ def _preloaded(channel: socket.socket, modules: Sequence[str], *, is_host: bool)
     try:
         for name in (*_MODULES, *modules):
             importlib.import_module(name)
+        # Only the forking thread lives on in a child. A lock that another thread held at that
+        # moment stays shut for ever, and a CUDA context does not work behind a fork.
         check_forkable()
         memory.remember_preloaded()
         freeze()
     except Exception as error:
+        # Kept for the first connection: nobody listens yet, and stderr leads nowhere.
         trouble = str(error) or type(error).__name__
     connection = channel if is_host else _next_connection(channel)
     if trouble is not None:
@@ -171,8 +177,11 @@ def _next_connection(channel: socket.socket) -> socket.socket:
         found = receive(channel)
         if found is None:
             os._exit(0)
+        # The listener sends one descriptor with each message: the client's connection.
         (number,) = found[1]
         if os.fork() == 0:
+            # At once: if the preloaded process died between fork and here, ``bind`` ends this
+            # process too.
             bind()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             channel.close()
@@ -216,12 +225,15 @@ class _Host:
         self._selector.unregister(number)
         os.close(number)
         _, status = os.waitpid(pid, 0)
+        # Negative for a signal, as subprocess counts.
         code = os.waitstatus_to_exitcode(status)
         return _tell(self._connection, {"exited": pid, "exit_code": code})
 
     def _fork(self, message: Message, descriptors: list[int]) -> list[str] | None:
         """Fork once, and say so; in the forked process, the command to run."""
         own = os.getpid()
+        # What the child writes here is its trouble; nothing, and the end of the pipe, is success.
+        # So the fork is answered only when the child has become what was asked for.
         read, write = os.pipe()
         try:
             request = ForkRequest(**message)
@@ -233,6 +245,7 @@ class _Host:
             self._selector.close()
             become(request, descriptors, own, write)
             return request.command
+        # The child has its own. With this copy of ``write`` open the read below would never end.
         for number in (write, *descriptors):
             os.close(number)
         if pid > 0:
@@ -246,6 +259,7 @@ class _Host:
             os.waitpid(pid, 0)
             _tell(self._connection, {"refused": trouble})
             return
+        # Ends and requests are then waited for in one place, without SIGCHLD and its races.
         self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
         _tell(self._connection, {"forked": pid})
 
@@ -290,6 +304,7 @@ def _bind(path: Path) -> socket.socket:
     elif path.exists():
         raise LaunchError(f"{path} is there already, and no socket")
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # The socket is nobody else's from its first moment: a chmod after ``bind`` would come too late.
     before, new = os.umask(0o177), path.with_name(f"{path.name}.new")
     try:
         new.unlink(missing_ok=True)
@@ -317,7 +332,10 @@ class _Listener:
                 connection, _ = listening.accept()
             except TimeoutError:  # a signal may have come just before the wait
                 continue
+            # Closed here in any case. A preloaded process that took the connection over has a copy
+            # of it.
             with connection:
+                # One that connects and says nothing must not keep all others waiting.
                 connection.settimeout(_HELLO_SECONDS)
                 try:
                     trouble = self._take(connection)
@@ -345,6 +363,7 @@ class _Listener:
         if preloaded is None or preloaded.process.poll() is not None:
             if preloaded is None and len(self._preloaded) == _MOST_PRELOADED:
                 return f"{_MOST_PRELOADED} other environments are preloaded"
+            # A new one also in the place of one that died, say of too little memory.
             preloaded = self._preloaded[key] = _Preloaded(settings, self._modules)
         connection.settimeout(None)
         send(preloaded.channel, {}, [connection.fileno()])
@@ -357,6 +376,7 @@ class _Preloaded:
     def __init__(self, settings: dict[str, str], modules: Sequence[str]) -> None:
         self.channel, theirs = socket.socketpair()
         environment = {**os.environ}
+        # The listener's own settings of this kind go, also those that the client does not have.
         for name in import_settings(environment):
             del environment[name]
         environment |= import_settings(settings)
