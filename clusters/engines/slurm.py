@@ -197,6 +197,7 @@ class SlurmEngine:
         self._tried: dict[Path, float] = {}
         self._killed: dict[Path, float] = {}
         self._asked: set[Path] = set()
+        # Refuses at once where Slurm or its devices are missing.
         self.devices()
 
     def devices(self) -> tuple[EngineDevice, ...]:
@@ -235,10 +236,12 @@ class SlurmEngine:
             FileError: The lease's folder cannot be written.
         """
         folder = work.folder
+        # Slurm has it, or had: a lease is submitted once.
         if (folder / SUBMITTED).exists():
             return
         if not (folder / _SCRIPT).exists():
             self._write(work)
+        # ``fate`` tries again, so an outage of the controller delays a start and loses none.
         with suppress(SlurmUnreachableError):
             self._submit(folder)
 
@@ -259,11 +262,15 @@ class SlurmEngine:
     def _submit(self, folder: Path) -> None:
         """Submit a lease's job, unless Slurm has it, or had."""
         self._tried[folder] = time.monotonic()
+        # It may have taken the job and not answered: its name tells, in a queue that is looked at
+        # now.
         number = _number_of(self._look(fresh=True), folder)
         if number is None:
+            # The job has begun, and left the queue already.
             if (folder / CLAIM).exists():
                 return
             work = json.loads((folder / WORK).read_text(encoding="utf-8"))
+            # Nodes may have changed since the decision, so they are asked again.
             [gpus] = [one for one in self._nodes() if one.node == work["node"]
                       and canonical(work["device_type"]) in one.types]  # fmt: skip
             earlier = (_number_of(self._queue, Path(one)) for one in work["after"])
@@ -275,8 +282,10 @@ class SlurmEngine:
 
     def stop(self, folder: Path) -> None:
         """Let the keeper send the launch SIGTERM, once; what has not begun leaves the queue."""
+        # Once: a second signal would end the launch before it has saved.
         if folder in self._asked or (folder / ENDED).exists() or (folder / ASKED).exists():
             return
+        # A job that has not begun loses its claim, so that it never will.
         revoke(folder)
         # Slurm sends a signal to all processes of a step: SIGTERM would reach the launch and its
         # workers, and once more from the keeper, and a second one ends it before it has saved.
@@ -287,6 +296,7 @@ class SlurmEngine:
 
     def kill(self, folder: Path) -> None:
         """Cancel the job: Slurm kills all of it when its ``KillWait`` has passed."""
+        # Slurm takes its time to kill; asked every tick it would only have more to do.
         if time.monotonic() - self._killed.get(folder, -1e9) > _AGAIN_AFTER_SECONDS:
             self._killed[folder] = time.monotonic()
             revoke(folder)
@@ -306,6 +316,7 @@ class SlurmEngine:
 
     def fate(self, folder: Path) -> Fate:
         """What became of a lease: by what its keeper wrote, or else by Slurm's queue."""
+        # What the keeper wrote counts before all that Slurm says.
         ended = read_json(folder / ENDED)
         if ended is not None:
             self._forget(folder)
@@ -329,6 +340,7 @@ class SlurmEngine:
     def _fate_in_queue(self, folder: Path) -> Fate:
         jobs = self._look().get(job_name(folder), [])
         live = {state for _, state in jobs} - _OVER
+        # A job that has run and waits again was requeued: it would train a second time.
         if live and live <= _REQUEUED and _has_run(folder):
             # By a look after the claim: before, it may just have begun.
             jobs = self._look(fresh=True).get(job_name(folder), [])
@@ -337,6 +349,7 @@ class SlurmEngine:
                 self.kill(folder)
         if live:
             return progress(folder)
+        # Written before the job left the queue, so by now it can be read.
         ended = read_json(folder / ENDED)  # written before the job left the queue
         if ended is not None:
             return Fate("ended", int(ended["exit_code"]))
@@ -377,6 +390,7 @@ class SlurmEngine:
     def _look(self, *, fresh: bool = False) -> Mapping[str, list[tuple[str, str]]]:
         """This user's jobs, as they were at most half a second ago."""
         now = time.monotonic()
+        # One look serves all leases of a tick.
         if fresh or self._looked < 0 or now - self._looked > _LOOK_EVERY_SECONDS:
             text = self._ask(
                 "squeue", "--me", "--noheader", "--states=all", "--format", QUEUE_FORMAT
@@ -393,6 +407,7 @@ def _has_run(folder: Path) -> bool:
 def _number_of(queue: Mapping[str, list[tuple[str, str]]], folder: Path) -> str | None:
     """Slurm's number of a lease's job; None where Slurm does not know it (any more)."""
     jobs = queue.get(job_name(folder), [])
+    # Of several jobs of one name the live one.
     live = [number for number, state in jobs if state not in _OVER]
     return next(iter(live or [number for number, _ in jobs]), None)
 

@@ -111,8 +111,10 @@ class FlatLas:
         if active.pool.uses_mixes:
             raise ProblemError("agnostic LAS knows device types only; mixes need columns=True")
         capacity, number = active.capacity, len(active)
+        # The same array means the same devices: its identity is enough, and costs nothing.
         if capacity is not self._capacity:
             self._start(capacity)
+        # All jobs run everywhere and fill the pool: the centre is known in closed form.
         if not self.weighted and number * active.scale.min() >= capacity.sum():
             runs = active.scale <= capacity[:, None]
             runs = runs if self.blind else runs & (active.rate > 0)
@@ -124,8 +126,10 @@ class FlatLas:
         for key, jobs in zip(self._keys, present, strict=True):
             if jobs:
                 counts[key] += jobs
+        # Classes by what counts for them: jobs of unlike kinds may be alike.
         state = tuple(sorted(counts.items()))
         if state not in self._solved:
+            # The same counts come again and again as jobs come and go.
             self._solved[state] = self._centre(state, capacity.astype(float))
         found = self._last = self._solved[state]
         table = np.zeros((len(capacity), len(present)))
@@ -169,6 +173,7 @@ class FlatLas:
             level = [one * fits for one, fits in zip(level, part, strict=True)]
         # A type without a device up runs nobody; a limit of 0 would leave no centre.
         capacity = np.where(capacity > 0, capacity, 1.0)
+        # From the last centre, which is near where one job came or left.
         start = [self._last.get(key) for key in keys]
         found = centre(counts, scale, runs, level, capacity.tolist(), start)
         if found is None:
@@ -220,10 +225,12 @@ class WarmLas:
         program, of, counts = self.count(active)
         self.tell(program, counts)
         _, times = program.solve()
+        # A class's total, dealt equally.
         x = (times[of] / counts[of][:, None]).T
         if not self.shares_space:
             return Shares(x)
         a, b, column, time = program.pair_times()
+        # Absent classes may keep a tolerance of time.
         kept = (counts[a] > 0) & (counts[b] > 0)  # absent classes may keep a tolerance of time
         totals = PairTimes(a=a[kept], b=b[kept], column=column[kept], time=time[kept])
         return Shares(x, spread(totals, of, counts.astype(float)))
@@ -244,6 +251,7 @@ class WarmLas:
 
     def tell(self, program: WarmMaxMin, counts: Ints) -> None:
         """Bring the program up to date with the jobs of each class [classes]."""
+        # Only what changed, so that the basis stays good.
         changed = (counts != self._counts).nonzero()[0]
         program.set_counts(changed, counts[changed])
         self._counts = counts
@@ -258,6 +266,7 @@ class WarmLas:
                     self._add_class(program, active, i, key)
             return np.array([self._classes[key] for key in keys])
         more = len(active.kinds) - len(self._of_kind)
+        # Kinds that are new since the last call have no class.
         self._of_kind = np.append(self._of_kind, np.full(more, -1)) if more else self._of_kind
         of: Ints = self._of_kind[kinds]
         if of.min() >= 0:
@@ -274,6 +283,7 @@ class WarmLas:
     ) -> None:
         scale, capacity = float(active.scale[i]), program.capacity
         rate = np.where(scale <= capacity, active.rate[:, i], 0.0)
+        # throughput(m, X^equal): the rate at an equal part of every type.
         equal = float(np.add.reduce(rate * capacity) / capacity.sum())  # no BLAS, see interior
         number = program.add_class(rate, scale, key[1] * equal / scale)
         job = active.jobs[i]
@@ -282,6 +292,7 @@ class WarmLas:
         self._keys.append((job.model, job.scale_factor))
         if not self.shares_space:
             return
+        # With every class so far, itself included: a pair needs the same number of devices.
         for other, beside in enumerate(self._keys):
             if beside[1] == job.scale_factor:
                 rates = active.pool.pair_rates(self._keys[number], beside)
@@ -334,6 +345,7 @@ class PolicyAllocator:
         rate = active.rate[:types].T
         isolated = active.isolated_rate()
         if self.blind:
+            # The first type's rate, or its best where that type cannot run it.
             known = np.where(rate[:, 0] > 0, rate[:, 0], rate.max(axis=1))
             rate = np.where(active.scale[:, None] <= capacity, known[:, None], 0.0)
             # It believes this of the past too: steps made took less time alone than they did.
@@ -381,7 +393,9 @@ class PolicyAllocator:
         for i, job in enumerate(active.jobs):
             before = self._isolated_rate.get(job.id)
             if before is not None:
+                # Steps since the last call, at the isolated rate of then.
                 so_far[i] += (before[0] - left[i]) / before[1]
+        # Jobs that do not fit now keep what is known of them.
         waits = {
             id_: self._isolated_rate[id_] for id_ in active.waiting & self._isolated_rate.keys()
         }
@@ -396,6 +410,7 @@ def _with_columns(instance: Instance, active: Active) -> Instance:
     best = rate.max(axis=1)
     resources, capacity = pool.limits(active.capacity, active.consolidated)
     usage = np.where(pool.is_mix == 1, 1.0, active.scale[:, None])
+    # A column that not even the whole of what is up can hold runs nobody.
     fits = (usage[:, None, :] * resources <= capacity[:, None]).all(axis=1)
     rate = np.where(fits, rate, 0.0)
     close = [name + CONSOLIDATED for name in pool.types]
@@ -518,6 +533,7 @@ def solve_what_can_be_met(instance: Instance, policy: Policy) -> tuple[Outcome, 
     if floor is None:
         return solve(instance, policy), []
     best = instance.rate.max(axis=1)
+    # A floor at a job's best rate leaves no way to choose, and rounding may make it infeasible.
     fast = best * (1 - 1e-9) if instance.pair_rate is None else best
     lost = np.flatnonzero((slo <= 0) | (floor > fast)).tolist()
     while True:
@@ -527,9 +543,12 @@ def solve_what_can_be_met(instance: Instance, policy: Policy) -> tuple[Outcome, 
             return solve(fewer, policy), lost
         except InfeasibleError:
             floor = _floor(fewer, policy)
+            # Not the floors: nothing is gained by dropping them.
             if floor is None or not (floor > 0).any():
                 raise
             prices = MaxMin(level=floor).optimise(fewer).job_prices
+            # The dearest floor at the prices of raising all together; a tiny weight keeps free
+            # floors before absent ones.
             lost.append(int(np.argmax(np.where(floor > 0, prices * floor + 1e-300, 0.0))))
 
 

@@ -124,6 +124,7 @@ def admit_gangs(free: Sequence[int], gangs: Iterable[Sequence[Counts]]) -> list[
     Returns:
         The devices of the first jobs of the queue; the next one waits, and all others behind it.
     """
+    # First in, first out: a job that does not fit holds up all behind it.
     left, found = list(free), list[Counts]()
     for options in gangs:
         fitting = (one for one in options if all(n <= m for n, m in zip(one, left, strict=True)))
@@ -163,10 +164,12 @@ class TentativeHoldings:
         self.held = {one.id: one.held for one in (*running, *waiting)}
         self.free = list(room)
         for one in running:
+            # Negative where devices were lost: ``give_back`` takes them from somebody.
             self.free = [left - n for left, n in zip(self.free, one.held, strict=True)]
         self.running, self.waiting = list(running), list(waiting)
         self.refusals: list[tuple[str, Counts]] = []
         self.refused = {(one.id, n) for one in (*running, *waiting) for n in one.refused}
+        # Devices may be gone under a job; what is left may not suffice for it.
         for one in running:
             if not one.can_run(one.held):  # it lost devices
                 self.move(one, self._largest_part(one))
@@ -175,6 +178,8 @@ class TentativeHoldings:
     def give_back(self) -> None:
         """Let jobs yield what is lacking, each time the one that loses least."""
         for stock in range(len(self.free)):
+            # Each time the loss is counted anew, as a job that gave one back loses more by the
+            # next.
             while self.free[stock] < 0:
                 holders = [one for one in self.running if self.held[one.id][stock]]
                 losses = [self._loss(one, stock) for one in holders]
@@ -202,6 +207,7 @@ class TentativeHoldings:
     def fewer(self, one: Bidder, stock: int) -> Counts:
         """The most that a job can keep with fewer devices of a stock; nothing if it cannot run."""
         held = self.held[one.id]
+        # One device less may be no plan of the job's, so it may have to give more.
         for number in range(1, held[stock] + 1):
             counts = plus(held, stock, -number)
             if one.can_run(counts):
@@ -222,16 +228,21 @@ class TentativeHoldings:
         A job's best proposal gets no better while others are accepted. So it is looked for again
         only when it is the best of all and does not fit any more.
         """
+        # Nothing is free: no proposal can be accepted.
         if not any(left > 0 for left in self.free):
             return
         total = len(self.running) + len(self.waiting)
+        # Jobs that wait have numbers behind those that run; who begins gets a new one.
         jobs = dict(enumerate(self.running)) | dict(enumerate(self.waiting, start=total))
         heap = [offer for place, one in jobs.items() if (offer := self._best(one, place))]
+        # A job's best proposal gets no better while others are accepted. So it is looked for again
+        # only when it is the best of all and does not fit any more.
         heapify(heap)
         while heap:
             offer = heappop(heap)
             place, one = offer.place, jobs[offer.place]
             if not self._fits(one, offer.counts):
+                # Somebody else has these devices now: the job looks for its next best.
                 pass  # somebody else has them now
             elif self._is_slower(one, offer.counts):
                 self.refusals.append((one.id, offer.counts))
@@ -252,6 +263,7 @@ class TentativeHoldings:
 
     def _is_slower(self, one: Bidder, counts: Counts) -> bool:
         held = self.held[one.id]
+        # Without devices there is nothing to be slower than.
         if one.actual is None or not any(held):
             return False
         return one.actual(counts) < one.actual(held)
@@ -263,12 +275,14 @@ class TentativeHoldings:
         if total >= one.most:
             return None
         now = one.rate(held)
+        # Of equal speed-ups per device the one with more devices; of equals the first.
         best, found = (_GAIN, one.most), (-1, held)  # speed-up and devices, of equals the first
         tried: dict[int, int] = {}  # of each type, so far on one server; another adds nothing new
         for stock, left in enumerate(self.free):
             if left <= 0 or not self.may_add(one, stock):
                 continue
             kind = self.stocks[stock].kind
+            # Another server with as many free devices of the type adds nothing new.
             first = max(1, one.least - total, tried.get(kind, 0) + 1)
             tried[kind] = max(left, tried.get(kind, 0))
             for number in range(first, min(left, one.most - total) + 1):
@@ -278,6 +292,7 @@ class TentativeHoldings:
                     best, found = (gain, number), (stock, counts)
         if found[0] >= 0:
             return _Proposal(-best[0], -best[1], one.arrival_seconds, place, *found)
+        # No type alone has enough for it to begin.
         if not total and one.mixes and one.least > 1:
             return self._mixed_start(one, place)
         return None
@@ -300,6 +315,7 @@ class TentativeHoldings:
         for server in dict.fromkeys(stock.server for stock in self.stocks):
             here = [s for s, stock in enumerate(self.stocks)
                     if stock.server == server and self.free[s] > 0]  # fmt: skip
+            # Its fastest types first: as few devices as can run it.
             here.sort(key=lambda s: (-self._speed(one, s), s))
             order = [s for s in here for _ in range(self.free[s])]
             parts = (Counter(order[:number]) for number in range(one.least, one.most + 1)
@@ -403,6 +419,7 @@ def next_devices(
     """
     kept = kept or {}
     stocks = _Stocks(layout, down)
+    # Running elastic jobs keep what the fixed ones leave.
     state.see(stocks.up)
     seats = {job: stocks.standing(its) for job, its in (held or {}).items() if job not in kept}
     jobs = sorted(
@@ -447,6 +464,7 @@ def _fixed(
             room = [left - number for left, number in zip(room, counts, strict=True)]
         else:  # it waits, or one of its devices does not work any more
             waiting.append((job, options))
+    # Of equal weights in order of arrival.
     waiting.sort(key=lambda one: -one[0].priority_weight)  # stable
     admitted = admit_gangs(room, (options for _, options in waiting))
     return found | {
@@ -474,6 +492,7 @@ class _Stocks:
         self.stocks = [Stock(kind, layout.servers[kind][place]) for kind, place in self.keys]
         self.none: Counts = (0,) * len(self.keys)
         self.down = frozenset(down)
+        # Devices that are down are no room, but their places stay.
         lost = Counter(self.number[device[:2]] for device in self.down)
         self.room = [size - lost[stock] for stock, size in enumerate(self.sizes)]
         self.up = np.array(self.by_type(self.room), dtype=np.int64)

@@ -57,6 +57,7 @@ class PairShares:
             zip(first.tolist(), second.tolist(), column.tolist(), strict=True)
         ):
             kinds = (int(active.kind[a]), int(active.kind[b]))
+            # The rates of two kinds beside each other are the same for all their jobs.
             if kinds not in known:
                 known[kinds] = active.pool.pair_rates(keys[a], keys[b])
             both[:, i] = known[kinds][:, c]
@@ -68,6 +69,7 @@ class PairShares:
         """Forget the pairs of jobs that leave, of ``number`` jobs, and count places anew."""
         kept = np.ones(number, dtype=bool)
         kept[done] = False
+        # Places after the gaps are closed.
         place = np.cumsum(kept) - 1
         both = kept[self.first] & kept[self.second]
         for name in self.__slots__:
@@ -114,6 +116,7 @@ def choose_combinations(
     number, pool = len(active), active.pool
     jobs = ranked.shape[1]
     flat = ranked.ravel()
+    # Jobs alone first, then pairs: of equal priorities the stable order keeps it so.
     able = (flat > -np.inf).nonzero()[0]
     urgency = np.concatenate((flat[able], paired))
     first = np.concatenate((able % jobs, pairs.first))
@@ -123,6 +126,7 @@ def choose_combinations(
     keys: list[Floats | Ints] = [-urgency]
     if ties is not None:
         keys.insert(0, np.concatenate((-ties.ravel()[able], np.zeros(len(pairs)))))
+    # The last key of ``lexsort`` counts first: the column's turn, then urgency, then ties.
     if order is not None:
         turn = np.empty(len(order), dtype=np.int64)
         turn[order] = np.arange(len(order))
@@ -141,6 +145,7 @@ def choose_combinations(
     ):  # fmt: skip
         if busy[a] or (b >= 0 and busy[b]):
             continue
+        # A mix is held once; a type as often as the job asks for devices.
         often = times[c] or scale[a]
         if any(count * often > left[kind] for kind, count in needs[c]):
             continue
@@ -151,6 +156,7 @@ def choose_combinations(
         if b >= 0:
             busy[b] = True
         taken.append(place)
+        # Nothing is left: whoever follows would not fit.
         if idle <= 0:
             break
     kept = np.array(taken, dtype=np.int64)
@@ -173,6 +179,7 @@ def _extend(active: Active, chosen: Chosen, idle: Ints) -> None:
         if chosen.second[place] >= 0 or not idle.any():
             continue
         held = pool.resources * active.usage(job)
+        # Only what is added to what it holds has to be idle.
         more = held - held[:, column][:, None]
         fits = ((more >= 0) & (more <= idle[:, None])).all(axis=0)
         rate = np.where(fits & (pool.is_mix == 1), active.rate[:, job], 0.0)
@@ -281,6 +288,7 @@ class RoundState:
 
         What changed is a reason to allocate anew.
         """
+        # Policies know what they solved by this very array: it is replaced only where it changes.
         if not (up != self.up).any():
             return False  # the same array, by which policies know what they solved
         self.up = self.active.capacity = up
@@ -369,6 +377,7 @@ def resumed(document: Mapping[str, Any], pool: ClusterPool) -> RoundState:
     """
     if document.get("schema") != FORMAT:
         raise ProblemError(f"a state of rounds says {FORMAT!r}, got {document.get('schema')!r}")
+    # Mixes may have come or gone with the jobs; all other columns must be the same.
     gone = {*document.get("mixes", ()), *_mixes(pool)}
     if [c for c in document["columns"] if c not in gone] != [
         c for c in pool.columns if c not in gone
@@ -385,9 +394,11 @@ def resumed(document: Mapping[str, Any], pool: ClusterPool) -> RoundState:
         for name in _BY_JOB:
             getattr(active, name)[place] = row[name]
         for name in _BY_COLUMN:
+            # A column that is new was never received.
             values = [row[name].get(column, 0.0) for column in pool.columns]
             getattr(active, name)[:, place] = values
         last = row["last_column"]
+        # A job whose mix is gone counts as one that held nothing.
         active.last_type[place] = pool.columns.index(last) if last in pool.columns else NOWHERE
     active.given_up.update(document["given_up"])
     state.see(np.array([document["up"][name] for name in pool.types], dtype=np.int64))

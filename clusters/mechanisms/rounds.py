@@ -49,6 +49,7 @@ def share_anew(
     active, head_start = state.active, rules.head_start_seconds
     if rules.convention == "published":  # by the text nobody asks for it
         passed = 0.0 if state.last_reset is None else now_seconds - state.last_reset
+        # What the shares promised since the last time, less what was had.
         active.deficit[:] = active.deficit + active.share * passed - active.received + head_start
     shares = shares_of_fitting(allocator, active, now_seconds)
     active.share = shares.x
@@ -137,6 +138,8 @@ def type_order(state: RoundState, allocator: Allocator) -> list[int]:
     if state.order is None:
         speed = state.active.speed[:types]
         ranked = sorted(range(len(speed)), key=speed.__getitem__, reverse=True)
+        # Speeds are kept as running sums, job by job; where two are within their rounding they are
+        # summed anew.
         if any(speed[a] - speed[b] < _NEAR for a, b in itertools.pairwise(ranked)):
             exact = state.active.exact_speed()[: len(speed)]
             ranked = np.argsort(-exact, kind="stable").tolist()
@@ -201,6 +204,7 @@ def shares_of_fitting(allocator: Allocator, active: Active, now_seconds: float) 
     """Let a policy share what is up among the jobs that fit in it; the others wait."""
     if not len(active):
         return Shares(np.zeros_like(active.share))
+    # By identity: everything is up.
     if active.capacity is active.pool.capacity:
         return allocator.allocate(active, now_seconds)
     fits = _fits(active)
@@ -212,6 +216,7 @@ def shares_of_fitting(allocator: Allocator, active: Active, now_seconds: float) 
     part = active.only(places)
     shares = allocator.allocate(part, now_seconds)
     x[:, places] = shares.x
+    # Policies count isolated time of jobs, in a copy here.
     active.isolated[places] = part.isolated
     pairs = shares.pairs
     if pairs is not None:
@@ -245,6 +250,7 @@ def priorities(allocation: Floats, received_seconds: Floats, worker_seconds: Flo
     Returns:
         Priorities [types, jobs]; ``NEVER_RAN`` times X where t is 0.
     """
+    # The common case, without a mask.
     if received_seconds.min(initial=1.0) > 0:
         return allocation * worker_seconds[:, None] / received_seconds
     had = received_seconds > 0
@@ -263,6 +269,7 @@ def fill_idle(priority: Floats, relative: Floats) -> Floats:
         priority: Priorities [types, jobs].
         relative: Rates relative to each job's best, 0 where it cannot run [types, jobs].
     """
+    # Shares are above 0 and relative speeds at most 1, so these come behind all shares.
     answer: Floats = np.where(priority > 0, priority, relative - 2.0)
     answer[relative <= 0] = -np.inf
     return answer
@@ -284,10 +291,12 @@ def choose(priority: Floats, scale: Ints, free: Ints) -> Ints:
     jobs = priority.shape[1]
     flat = priority.ravel()
     order = np.argsort(-flat, kind="stable")
+    # Ruled-out pairs are at the end.
     order = order[: np.count_nonzero(flat > -np.inf)]
     left, idle = free.tolist(), int(free.sum())
     chosen = [NOWHERE] * jobs
     scales = scale.tolist()
+    # No job asks for less than ``least``: with fewer devices left the rest cannot fit.
     least, waiting = min(scales, default=1), jobs
     for kind, job in zip((order // jobs).tolist(), (order % jobs).tolist(), strict=True):
         need = scales[job]
@@ -321,6 +330,7 @@ def choose_by_type(
     alike = bool((scale == 1).all())
     for kind in order:
         open_ = ((chosen == NOWHERE) & may_run[kind]).nonzero()[0]
+        # All that want the type fit: no order is needed.
         if (len(open_) if alike else int(scale[open_].sum())) <= free[kind]:
             chosen[open_] = kind
             continue
@@ -337,6 +347,7 @@ def choose_by_type(
 def take(ranked: Ints, scale: Ints, free: int) -> Ints:
     """Of ranked jobs, each in turn that still fits on ``free`` devices."""
     needs = scale[ranked]
+    # The first ones fit by running sums; behind the first that does not, each is tried.
     total = needs.cumsum()
     fits = int(total.searchsorted(free, side="right"))
     if fits == len(ranked):
@@ -390,6 +401,7 @@ def next_round(
         raise ProblemError(f"{allocator.name} puts two jobs on a device; take another policy")
     standing = _standing(sizes, down)
     state.see(np.array([sum(row) for row in standing], dtype=np.int64))
+    # Policies see what is up, before devices are set aside for this decision.
     if is_due(state, now_seconds, rules):
         share_anew(state, allocator, now_seconds, rules)
     away = frozenset((*down, *taken))
@@ -398,12 +410,14 @@ def next_round(
     active = state.active
     stay = np.array([job.id in kept for job in active.jobs], dtype=bool)
     places, column = _chosen(state, allocator, rules, free, stay)
+    # Jobs that the decision is not about keep theirs.
     active.last_type[~stay] = NOWHERE
     active.last_type[places] = column
     before = {} if state.servers is None else dict(state.servers.held)
     ids = [(active.jobs[place].id,) for place in places.tolist()]
     if state.servers is not None:
         seat_on_servers(state, ids, column, active.scale[places], standing)
+        # Those that stay keep their servers, whatever was placed meanwhile.
         state.servers.held |= {job: at for job, at in before.items() if job in kept}
     counts = (state.pool.resources[:, column] * _often(state, places, column)).T.tolist()
     placements = [

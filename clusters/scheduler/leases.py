@@ -133,6 +133,7 @@ def open_leases(store: ClusterStore) -> list[Lease]:
 def _lease(row: sqlite3.Row) -> Lease:
     return Lease(
         row["job"], row["number"], tuple(json.loads(row["devices"])), row["state"],
+        # Older rows have no launch: each lease had its own.
         row["started"], row["stop_asked"], row["credited"], row["launch"] or row["number"],
         tuple(json.loads(row["resizing_to"] or "[]")), row["resize_asked"],
         row["predicted_steps_per_second"], row["began"], row["trained"],
@@ -186,7 +187,9 @@ def move(store: ClusterStore, lease: Lease, now: float, steps_per_second: float 
         now: Seconds since the epoch.
         steps_per_second: What is predicted on the new devices.
     """
+    # The next lease takes over the launch, so what ends here is only the accounting.
     end(store, lease, now)
+    # Meanwhile another decision may have been planned; it goes on from there.
     if planned_devices(store, lease.job) != lease.resizing_to:  # it is to go on from there
         plan_lease(store, lease.job, lease.resizing_to, now)
     store.run(
@@ -208,6 +211,7 @@ def drop_planned(store: ClusterStore, job: int, now: float) -> None:
 def ask_to_stop(store: ClusterStore, lease: Lease, now: float) -> None:
     """Record that a lease has to end; ``pursue`` then asks the engine."""
     store.run(
+        # Only one that has not been asked: the grace time counts from the first time.
         "UPDATE leases SET state = 'stopping', stop_asked = ? WHERE job = ? AND number = ? "
         "AND state IN ('starting', 'running')", now, lease.job, lease.number,
     )  # fmt: skip
@@ -222,6 +226,7 @@ def credit(store: ClusterStore, lease: Lease, now: float) -> None:
 
 def begin(store: ClusterStore, lease: Lease, now: float) -> None:
     """Mark a planned lease as starting: from here on its launch may be there."""
+    # Before the engine is asked: should the scheduler be killed now, the launch may be there.
     with store.transaction():
         store.run(
             "UPDATE leases SET state = 'starting', started = ? WHERE job = ? AND number = ?",
@@ -252,6 +257,7 @@ def note_progress(store: ClusterStore, engine: Engine, lease: Lease, now: float)
     seen = fate.state in ("running", "training")
     began = now if seen and lease.began is None else lease.began
     trained = now if fate.state == "training" else None
+    # Written only when it changes: this is asked at every tick.
     if (began, trained) == (lease.began, lease.trained):
         return lease
     with store.transaction():
@@ -287,6 +293,7 @@ def start(
     try:
         for made in (job_folder.parent, job_folder, folder.parent, folder):
             made.mkdir(mode=0o700, exist_ok=True)
+            # Users pass through to their own folders, and cannot read others'.
             if user is not None:
                 made.chmod(0o711)
         if user is not None:
@@ -305,6 +312,7 @@ def start(
         "--determinism", asked.level, "--grace", str(grace_seconds),
         str(folder / PLAN), asked.script, *asked.arguments,
     ]  # fmt: skip
+    # The launch before this one: the engine lets it end first, so that two never train at once.
     rows = store.rows(
         "SELECT coalesce(launch, number) AS launch FROM leases WHERE job = ? AND number != ? "
         "AND started IS NOT NULL ORDER BY started DESC, number DESC LIMIT 1",
@@ -317,6 +325,7 @@ def start(
             environment=_environment(asked, folder), after=tuple(before), user=uid,
         )
     )  # fmt: skip
+    # ``starting`` becomes ``running`` only if nobody asked it to stop meanwhile.
     with store.transaction():
         store.run(
             "UPDATE leases SET state = 'running', predicted_steps_per_second = ? "
@@ -359,6 +368,7 @@ def pursue(
 ) -> None:
     """Ask a lease to stop, and kill it if it has not ended within its grace time."""
     folder = folder_of(store, lease)
+    # Its workers have had the grace time, and the launch a little more to end them.
     if lease.stop_asked is not None and (
         now - lease.stop_asked > grace_seconds + KILL_AFTER_SECONDS
     ):
@@ -374,11 +384,13 @@ def fate_of(store: ClusterStore, engine: Engine, lease: Lease) -> Ended | None:
     if fate.is_open:
         return None
     digest, step_seconds, has_finished = None, None, have_all_left(folder / RUN / "logs")
+    # The record is written last; a launch that was killed has none.
     with suppress(HetflowError, OSError):
         record = _record(folder / RUN / "run.json")
         has_finished |= record.status == "done"
         digest, step_seconds = record.parameters_digest, record.measured_step_seconds
         terms = [device.terms for device in record.devices if device.terms is not None]
+        # Steps were timed on other devices too, so they measure none.
         if record.generations:  # of several sets of devices
             step_seconds = None
         if any(one.num_steps < FEWEST_STEPS for one in terms):
@@ -398,6 +410,7 @@ def _record(path: Path) -> RunRecord:
         HetflowError: It is no record.
         OSError: It is not there, or a link.
     """
+    # No link, no pipe that blocks, nothing of unlimited size: the folder is the user's.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as stream:
         found = os.fstat(handle)
@@ -433,6 +446,7 @@ def last_words(output: Path, exit_code: int | None) -> str:
     ended = "nobody saw how it ended" if exit_code is None else f"exit code {exit_code}"
     try:
         with output.open("rb") as stream:
+            # Only the end of the output is read, whatever its length.
             stream.seek(max(0, output.stat().st_size - 65536))
             lines = stream.read().decode(errors="replace").splitlines()
     except OSError:
@@ -496,6 +510,7 @@ def resize_outcome(store: ClusterStore, lease: Lease, now: float) -> ResizeOutco
         return ResizeOutcome("unknown", error.message)
     if answer is not None:
         return ResizeOutcome("moved" if answer.status == "done" else "stayed", answer.detail)
+    # The record says when it was asked; a resize cannot be open without.
     assert lease.resize_asked is not None
     if now - lease.resize_asked <= LONGEST_RESIZE_SECONDS:
         return None
@@ -553,18 +568,22 @@ def due(open_leases: Sequence[Lease]) -> Due:
             is planned. A running one beside a planned one is to be resized.
     """
     holders = {lease.job: lease for lease in open_leases if lease.holds_devices}
+    # In a resize a launch may be on both sets of devices.
     holder = {name: lease.job for lease in holders.values() for name in lease.held}
     begin, resize = [], []
     waiting: dict[int, set[int]] = {}
     for planned in open_leases:
         own = holders.get(planned.job)
+        # A launch that cannot be asked now is looked at again in the next tick.
         if planned.holds_devices or (own is not None and not own.may_be_asked):
             continue
+        # Its own devices do not stand in its way.
         blocking = {holder[name] for name in planned.devices if name in holder} - {planned.job}
         if blocking:
             if own is not None:
                 waiting[planned.job] = blocking
             continue
+        # Given away at once, so that no second lease of this call gets them.
         holder.update(dict.fromkeys(planned.devices, planned.job))
         if own is None:
             begin.append(planned)
@@ -582,14 +601,17 @@ def _in_circles(waiting: Mapping[int, set[int]]) -> list[int]:
     """
     left, found = dict(waiting), list[int]()
     while left:
+        # Whoever waits only for jobs that do not wait comes to its turn.
         in_turn = [job for job, others in left.items() if not others & left.keys()]
         for job in in_turn:
             del left[job]
         if in_turn or not left:
             continue
+        # All that are left wait for one that is left: following them ends in a circle.
         path = [min(left)]  # everybody left waits for somebody left
         while (after := min(left[path[-1]] & left.keys())) not in path:
             path.append(after)
+        # The last submitted of the circle has done least.
         found.append(max(path[path.index(after) :]))
         del left[found[-1]]
     return found

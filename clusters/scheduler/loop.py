@@ -71,6 +71,7 @@ class Scheduler:
         self._round_ends: float | None = store.get("round_ends")
         self._round_began: float | None = store.get("round_began")
         self._has_news = True  # since the last decision
+        # From the state, so a restart of the scheduler does not try again at once.
         self._failed = {  # jobs that failed: until when they wait
             row["job"]: row["ended"] + _wait_seconds(row["failures"])
             for row in store.rows(
@@ -93,6 +94,7 @@ class Scheduler:
         self._known = KnownJobs(store, self._places.num_devices, settings.dollars_per_hour)
         self._ledger = Ledger(store, self._places, self._known)
         self._state = self._resumed()
+        # Written only if it changed: others read it, and each write is a transaction.
         if known is None or store.get("inventory") != self._inventory():
             with store.transaction():
                 store.set("devices", names)
@@ -109,6 +111,7 @@ class Scheduler:
         ]
 
     def _resumed(self) -> RoundState:
+        # A state that another policy shared is shared anew; else running jobs keep their turn.
         document = self._store.get("rounds")
         if document is None:
             return RoundState.empty(self._known.pool(), self._places.servers)
@@ -122,6 +125,7 @@ class Scheduler:
         A policy sees new rates when it next shares the pool: if it shared anew for these alone, the
         time that jobs received would be counted from the start again and again.
         """
+        # Through its stored form, which knows columns by name: mixes may have come or gone.
         self._state = resumed(stored(self._state), self._known.pool())
 
     def tick(self, now: float) -> None:
@@ -135,9 +139,12 @@ class Scheduler:
                 that begins anew.
             OSError: As FileError, of an engine's files.
         """
+        # The first tick, or the clock was set back.
         if now < self._now or self._now == -math.inf:
             self._take_clock(now)
         self._now = now
+        # In this order: what has ended frees devices, what users asked for changes jobs, then it
+        # is decided who gets them.
         self._settle(now)
         for lease in leases.open_leases(self._store):
             if lease.goes_on and self._overdue(lease.job, now) is not None:
@@ -151,6 +158,7 @@ class Scheduler:
             self._decide_or_say(now, only_idle=what == "idle")
         try:
             self._act(now)
+        # Also after an error: what began has begun.
         finally:
             self._note_progress(now)
 
@@ -180,10 +188,13 @@ class Scheduler:
             found = leases.note_progress(self._store, self._engine, lease, now)
             if found.trained is None:
                 continue
+            # Before its first step a lease is not moved, so policies that move jobs have something
+            # new to decide.
             self._has_news |= self._sharing.moves_running_jobs  # it may be moved from now on
             self._warn_of_short_rounds(now - (lease.began or found.trained))
             if self._round_ends is not None and self._round_began is not None:
                 seconds = self._settings.rules.round_seconds
+                # The round counts from first steps, so it ends that much later, within limits.
                 ends = min(now + seconds, self._round_began + _LONGEST_ROUND * seconds)
                 if ends > self._round_ends:
                     with self._store.transaction():
@@ -220,9 +231,12 @@ class Scheduler:
         started = [lease for lease in leases.open_leases(self._store)
                    if lease.state in ("running", "stopping")]  # fmt: skip
         looked = (leases.fate_of(self._store, self._engine, lease) for lease in started)
+        # All are looked at first, then recorded in one transaction: a crash between leaves all of
+        # it to the next tick.
         over = [ended for ended in looked if ended is not None]
         if not over:
             return
+        # Time is counted before leases end, as they count only while they are open.
         with self._store.transaction():
             self._ledger.count_targets(self._state, now)
             self._ledger.count_leases(self._state, [ended.lease for ended in over], now)
@@ -244,6 +258,7 @@ class Scheduler:
             if found is None:
                 continue
             folder = leases.folder_of(self._store, lease)
+            # Nobody answers for a launch that is over; what it was asked for is void.
             if found.state != "moved" and not self._engine.fate(folder).is_open:
                 continue  # its launch ended before that: all is free
             with self._store.transaction():
@@ -254,6 +269,8 @@ class Scheduler:
                     self._save()
                 else:
                     self._stop_instead(lease, found, now)
+            # The answer is taken away only after the record tells of it: a crash in between finds
+            # it again.
             if found.state != "unknown":
                 leases.forget_resize(self._store, lease)
 
@@ -283,6 +300,7 @@ class Scheduler:
     def _after(self, ended: Ended, now: float) -> None:
         lease, store = ended.lease, self._store
         if ended.exit_code == 0:
+            # A server on which a job ended well is no longer left alone.
             self._rests.forget(self._server_of(lease))
             self._leave(lease.job, now)
             store.run(
@@ -290,8 +308,10 @@ class Scheduler:
                 "wanted = NULL WHERE number = ?", now, ended.digest, lease.job,
             )  # fmt: skip
             return
+        # It was asked to stop and saved, whatever its exit code says.
         asked = ended.exit_code in _ASKED or lease.state == "stopping"
         if not ended.has_begun and not asked:
+            # It never ran: the server is at fault, not the job, so it counts as no failure of it.
             server = self._server_of(ended.lease)
             seconds = self._rests.begin(server, now)
             reason = f"it could not begin on {server}, which is left alone for {seconds:.0f} s"
@@ -307,6 +327,7 @@ class Scheduler:
             return
         if ended.has_begun:
             self._rests.forget(self._server_of(lease))
+        # Failures in a row: a launch that was asked to stop had trained, so the count begins anew.
         store.run(
             "UPDATE jobs SET state = 'queued', reason = ?, "
             "failures = CASE WHEN ? THEN 0 ELSE failures + 1 END WHERE number = ?",
@@ -351,6 +372,8 @@ class Scheduler:
         fresh = self._fresh(now)
         if not fresh and not wanting:
             return
+        # Jobs that hold devices end their launch first; what users asked for is done when it is
+        # over.
         open_ = {
             lease.job: lease for lease in leases.open_leases(self._store) if lease.holds_devices
         }
@@ -474,13 +497,17 @@ class Scheduler:
         if not len(self._state.active):
             return None
         if self._sharing.waits_for_rests and self._rests.resting(now):
+            # What could not begin would only try the next server: some policies wait until one may
+            # be tried again.
             return None
         if self._round_ends is None:
+            # None has begun yet, or the last ended early.
             return "round"
         open_ = leases.open_leases(self._store)
         self._has_news |= self._rests.somebody_rose(now) or self._may_try_again(now)
         if not self._has_news and self._somebody_waits(open_):
             self._has_news = self._has_more_devices(now)
+        # Only where jobs move, or none runs, does news end a round early.
         is_free = self._has_news and (self._sharing.moves_running_jobs or not open_)
         if now >= round_end(
             self._round_ends,
@@ -488,6 +515,7 @@ class Scheduler:
             news_seconds=now if self._has_news else math.inf,
         ):
             return "round"
+        # Within a round only idle devices are given away, and nobody moves.
         held = {name for lease in open_ for name in (*lease.devices, *lease.resizing_to)}
         is_idle = self._has_news and self._devices.keys() > held
         return "idle" if is_idle and self._somebody_waits(open_) else None
@@ -502,6 +530,8 @@ class Scheduler:
         """Whether a device that was drained or down at the last decision can be used again."""
         if self._drained - set(self._store.get("drained") or ()):
             return True
+        # Drained and released devices are in the state; those that are down are asked for now and
+        # then.
         down = {name for name, device in self._devices.items() if not device.is_up}
         if not down or now - self._looked < _LOOK_SECONDS:
             return False
@@ -524,10 +554,12 @@ class Scheduler:
             raise
         except HetflowError as error:
             _log.warning(f"nobody moves in this round: {error.message}")
+            # A decision that failed halfway has changed what is in memory.
             self._known.read_present()  # as it was before
             self._state = self._resumed()
             self._has_news = False
             with self._store.transaction():
+                # Infinite ends are cut to a round from now.
                 self._set_round(now, now, math.inf)
 
     def _decide(self, now: float, *, only_idle: bool) -> None:
@@ -561,13 +593,16 @@ class Scheduler:
 
         A running lease beside a planned one is resized, and a stopping one makes room for it.
         """
+        # A launch that is asked to stop is no longer counted on.
         started = [lease for lease in open_ if lease.goes_on]
         renewed = {
             lease.job
             for lease in started
+            # It keeps what it has: its lease is renewed, and nobody disturbs the training.
             if not lease.resizing_to and found.get(lease.job) == self._places.seat(lease.devices)
         }
         settled = set(renewed)
+        # Planned leases that do not fit the decision are dropped, those that do stay.
         for lease in open_:
             if lease.holds_devices:
                 continue
@@ -577,6 +612,7 @@ class Scheduler:
                 settled.add(lease.job)
         for lease in started:
             seat = found.get(lease.job)
+            # Others end, or are resized once their next devices are free.
             if lease.job in renewed:
                 continue
             if seat is None or not self._can_resize(lease, self._places.names(seat)):
@@ -605,6 +641,7 @@ class Scheduler:
         for act in self._due_acts(now):
             try:
                 act()
+            # The other acts are due all the same: a full disk of one must not stop them.
             except (FileError, OSError) as error:
                 trouble = error
         if trouble is not None:
@@ -614,6 +651,8 @@ class Scheduler:
         open_ = leases.open_leases(self._store)
         found = due(open_)
         for lease in open_:
+            # A lease that was starting when a scheduler ended is started again: engines act at
+            # most once for a lease.
             if lease.state == "stopping":
                 grace_seconds = float(self._settings.grace_seconds)
                 yield partial(leases.pursue, self._store, self._engine, lease, grace_seconds, now)
@@ -644,6 +683,8 @@ class Scheduler:
             return
         if not lease.resizing_to:
             with self._store.transaction():
+                # First the record, then the request: a crash in between asks once more, under the
+                # same name.
                 leases.ask_to_resize(self._store, lease, devices, now)
             lease = replace(lease, resizing_to=tuple(devices), resize_asked=now)
         leases.ask_launch(self._store, lease, config)

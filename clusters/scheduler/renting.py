@@ -98,6 +98,7 @@ class ReplayedFeed:
     @staticmethod
     def _ticks_so(zone: Sequence[int], now: int) -> int:
         same = 0
+        # Back to the last change, or to the window's start.
         while same < now and zone[now - same - 1] == zone[now]:
             same += 1
         return same
@@ -123,6 +124,8 @@ class RealFeed:
     gone: dict[str, float] = field(default_factory=dict)
 
     def sight(self, tick: int) -> Sight:
+        # Nobody tells what can be had: a zone counts as full but for a while after it lacked a
+        # machine.
         """Zones in which no machine was lost, or refused, for a while."""
         now = tick * self.tick_seconds
         waits = {zone: now - self.gone.get(zone, -self.retry_seconds) for zone in self.zones}
@@ -175,6 +178,7 @@ class RentedTraining:
         )  # fmt: skip
         given = {environment.FIRST_STEP: str(folder / FIRST_STEP)}
         if len({device.server for device in devices}) > 1:
+            # Machines meet each other by a secret that only they know.
             given[environment.TOKEN] = secrets.token_hex(16)
         return Work(
             folder=folder,
@@ -188,6 +192,7 @@ class RentedTraining:
 def saved_steps(folder: Path) -> int:
     """The step of the newest checkpoint that an agent's folder has."""
     names = []
+    # The folder may not be there yet.
     with suppress(FileNotFoundError):
         names = os.listdir(folder / CHECKPOINT)
     steps = (name.removeprefix(_STEP) for name in names if name.startswith(_STEP))
@@ -208,6 +213,7 @@ def machines_for(
         for kind, number in plan.devices_by_type.items():
             most[kind] = max(number, most.get(kind, 0))
     pool = Cluster.of(most)
+    # On this host launches end with the agent: nothing is left running and unpaid.
     if name == LocalEngine.name:
         engine: Engine = LocalEngine(pool, bound=True)
     else:
@@ -312,11 +318,13 @@ class Agent:
         self._take_over()
         try:
             while self.record.status == "running":
+                # Ticks by the market's clock, whatever a tick took to do.
                 tick = floor(self._now() / self.tick_seconds)
                 self._take_away(tick)
                 self._follow(tick)
                 self._pass_tick(tick)
         finally:
+            # Whatever ended the loop, nothing stays rented.
             if self._lease is not None:
                 self._release("the agent ends")
         return self.record
@@ -330,6 +338,8 @@ class Agent:
 
         Nobody saw when. It was paid until the last note in the record.
         """
+        # The launch of an agent that was killed: it is asked to end before anything else is
+        # rented.
         last_launch = self.training.folder / LAUNCHES / str(self.record.num_launches)
         while last_launch.exists() and self.engine.fate(last_launch).is_open:
             self.engine.stop(last_launch)
@@ -339,6 +349,7 @@ class Agent:
             last = self.record.held[-1]
             self._zone = next((row.zone for row in self.record.held[::-1] if row.zone), None)
             if last.zone is not None:
+                # Nobody saw when it ended; a tick is the longest that it was not looked at.
                 passed = min(self._now() - self.record.seconds, self.tick_seconds)
                 row = self._row("the agent was killed")
                 self._note(
@@ -351,6 +362,7 @@ class Agent:
         lease = self._lease
         if lease is None or lease.num_spot <= self.feed.sight(tick).available[lease.zone]:
             return
+        # Counted before it is killed: what was done since the checkpoint is done again.
         done = self._steps_done()
         self._release("its machine was taken away", kill=True)
         self._kept = lease.num_spot, lease.num_on_demand
@@ -362,6 +374,7 @@ class Agent:
 
     def _follow(self, tick: int) -> None:
         """Ask the policy, and hold what it wants."""
+        # After the deadline a job goes on with what it holds.
         if self.record.status != "running" or tick >= self.num_ticks and self._lease is not None:
             return
         sight = self.feed.sight(tick)
@@ -378,6 +391,7 @@ class Agent:
             spot_dollars_per_hour=dict(sight.spot_dollars_per_hour),
         )
         advice = self.decide(state)
+        # What was held until now is paid at the old rate.
         self._pay()
         self._kept = 0, 0
         if advice.is_change and lease is not None:
@@ -393,6 +407,7 @@ class Agent:
         if lease is not None and lease.num_spot and self.training.notice_seconds > 0:
             gone = self.feed.goes_at(tick, lease.zone, lease.num_spot)
         if gone is not None:
+            # Saving takes real time, so it begins that much earlier in the market's.
             save = min(self.training.save_seconds * self.record.time_scale, gone)
             self._wait(gone - min(self.training.notice_seconds, save))
             if lease is not None and self._lease is not None:
@@ -420,6 +435,7 @@ class Agent:
             took = lease.began - lease.launched
             self._note(longest_restart_seconds=max(took, self.record.longest_restart_seconds))
         saved = saved_steps(self.training.folder)
+        # When a checkpoint was first seen: from there on work is estimated by the clock.
         if saved != self._seen[0]:
             self._seen = (saved, self._now())
         return fate
@@ -434,11 +450,13 @@ class Agent:
         worked *= self.speeds[lease.num_spot + lease.num_on_demand]
         more = worked * self.record.num_steps / self.record.work_seconds
         if self.record.checkpoint_every:
+            # A checkpoint would have been seen by now.
             more = min(more, self.record.checkpoint_every)
         return min(saved + more, self.record.num_steps)
 
     def _work_left_seconds(self) -> float:
         left = 1 - self._steps_done() / self.record.num_steps
+        # Never 0 while the launch runs: policies would let go of the machines.
         return max(left * self.record.work_seconds, 1.0)  # until the launch has ended
 
     def _pending_seconds(self) -> float:
@@ -456,6 +474,7 @@ class Agent:
         except OSError as error:
             raise FileError(f"{error.filename}: {error.strerror}") from None
         moves = self._zone not in (None, advice.zone)
+        # Before the launch: an agent that is killed now knows that it may be there.
         self._note(
             num_launches=number,
             num_moves=self.record.num_moves + moves,
@@ -476,6 +495,7 @@ class Agent:
         lease, asked = self._lease, self.clock.now()
         assert lease is not None
         while self._look().is_open:
+            # Real seconds, as the launch saves in real time.
             spent = self.clock.now() - asked
             if kill or spent > self.training.grace_seconds + KILL_AFTER_SECONDS:
                 self.engine.kill(lease.folder)
@@ -492,6 +512,7 @@ class Agent:
         self._pay()
         self._lease, self._rate = None, 0.0
         record = None
+        # A launch that was killed has no record, or half of one.
         with suppress(HetflowError, OSError):
             record = files.read(lease.folder / RUN / "run.json", RunRecord)
         if record is not None and record.status == "done":
@@ -503,6 +524,7 @@ class Agent:
             )
         elif was_asked:
             self._note(held=(*self.record.held, self._row(why)))
+        # Nobody saw an exit code: its machine is gone, or never came.
         elif fate.exit_code is None:
             self.feed.lost(lease.zone, self._now())
             if not fate.has_begun:

@@ -27,6 +27,7 @@ def _goes_first(a: Any, b: Any, priority: Any, deficit: Any, by_deficit: Any) ->
         return priority[a] > priority[b]
     if by_deficit and deficit[a] != deficit[b]:
         return deficit[a] > deficit[b]
+    # First to stand: numpy's stable sorts decide alike.
     return a < b
 
 
@@ -55,6 +56,7 @@ def _take(
     priority: Any, deficit: Any, by_deficit: Any,
 ) -> None:  # fmt: skip
     """Give a type's devices to the jobs that want them, in order, skipping jobs that do not fit."""
+    # Only as many entries leave the heap as get devices: a sort of all would cost more.
     for at in range(number // 2 - 1, -1, -1):
         _sink(wanted, at, number, priority, deficit, by_deficit)
     while number and free:
@@ -76,16 +78,19 @@ def _choose(
     least = 0.0 if fills_idle else any_share
     for place in range(number):
         chosen[place] = NOWHERE
+    # Types one after another, each to jobs that have none yet.
     for kind in order:
         wanting = needed = 0
         for place in range(number):
             if chosen[place] != NOWHERE:
                 continue
+            # X / f without the type's own sum, which orders nothing within it.
             rank = pairs[SHARE, kind, place] / pairs[RECEIVED, kind, place]
             if fills_idle and not published:
                 relative = pairs[RELATIVE, kind, place]
                 if relative <= 0.0:
                     continue
+                # Behind all with a share, by speed: shares are > 0, this is < 0.
                 if not rank > 0.0:
                     rank = relative - 2.0
             elif not (pairs[RATE, kind, place] > 0.0 and rank >= least):
@@ -94,6 +99,7 @@ def _choose(
             wanted[wanting] = place
             wanting += 1
             needed += scale[place]
+        # All fit: no order is needed.
         if needed <= free[kind]:
             for at in range(wanting):
                 chosen[wanted[at]] = kind
@@ -175,6 +181,7 @@ def run_stretch(
                 pairs[RECEIVED, kind, place] += seconds
                 worked += seconds
                 spent += seconds * scale[place]
+                # ``priority`` is free by now and keeps the seconds of this round.
                 priority[place] = seconds
                 if not anybody or seconds > longest:
                     longest, anybody = seconds, True
@@ -195,6 +202,7 @@ def run_stretch(
                 done += 1
             else:
                 goes_on = True
+        # As ``Rounds.end``: at the last job by the published convention, else in time or early.
         end = now + round_seconds
         if published and anybody:
             end = now + longest
@@ -203,6 +211,7 @@ def run_stretch(
         elif ends_early:
             end = min(end, until)
         now = end
+        # What ends a stretch is what Python has to see: an end, an arrival, an allocation.
         if done or now >= until or rounds >= most or now - reset >= wait:
             return now, rounds, done
 
@@ -232,14 +241,17 @@ class CompiledRounds(Rounds):
             self.places = np.zeros((3, active.room), dtype=np.int64)
             self.seconds = np.zeros((2, active.room))
         draws = self.allocator.agnostic
+        # Nobody can interrupt compiled code.
         most = min(_MOST, options.max_rounds - self.num_rounds + 1)
         if draws:
             if not len(self.orders):
                 orders = np.tile(np.arange(len(self.pool.types)), (_AHEAD, 1))
+                # Drawn ahead, in the order in which ``Rounds`` would draw them.
                 self.orders = state.random.permuted(orders, axis=1)
             most = min(most, len(self.orders))
         elif state.order is None or not len(self.orders):
             self.orders = np.array([type_order(state, self.allocator)])
+        # No allocation is due before there was one, or while nothing changed.
         waits = state.changed and state.last_reset is not None
         # Floats all: numba compiles anew for other types.
         reset, due = (state.last_reset or 0.0), (float(options.reset_seconds) if waits else np.inf)
@@ -254,6 +266,7 @@ class CompiledRounds(Rounds):
             (ANY_SHARE, STEPS_LEFT),
             chosen, wanted, priority, ended, finish,
         )  # fmt: skip
+        # One round was counted by the caller.
         self.num_rounds += rounds - 1
         if draws:
             self.orders = self.orders[rounds:]
@@ -263,6 +276,7 @@ class CompiledRounds(Rounds):
     def _end(self, places: list[int], finish: list[float]) -> None:
         self.ended.extend(zip(places, finish, strict=True))
         self.active.leave(places)
+        # A rate of 0 keeps a gap from ever being chosen.
         self.active.pairs[:2, :, places] = 0.0  # runs nowhere
         self.num_done += len(places)
         self.state.lost_jobs()

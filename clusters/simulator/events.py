@@ -145,6 +145,7 @@ class EventCluster:
         )
 
     def _step(self) -> bool:
+        # The next event: a job ends, one arrives, or the capacity changes while anybody is there.
         finish = min((self._finish(entry) for entry in self.running), default=float("inf"))
         until = min(finish, self.queue.next_seconds)
         if self.running or self.waiting:
@@ -160,6 +161,7 @@ class EventCluster:
         return True
 
     def _fail(self, failures: FailureEvents) -> None:
+        # In order of time, all until now.
         for devices in failures.until(self.now):
             self._since_an_end += 1
             if self._since_an_end > _MOST_FAILURES:
@@ -182,6 +184,8 @@ class EventCluster:
         hit: list[Entry] = []
         for kind, place in devices:
             for entry in self.running:
+                # Jobs hold the places of a type one after another, in their order; only those
+                # count here.
                 if place < entry.counts[kind]:
                     if entry not in hit:
                         hit.append(entry)
@@ -195,6 +199,7 @@ class EventCluster:
         )  # fmt: skip
         number = len(self.running) + len(self.waiting) + 1
         rate = self.pool.rate(job)
+        # As if the jobs present shared the pool equally: what an isolated job would get.
         share = self.pool.capacity / number / job.scale_factor
         share = share / max(1.0, float(share.sum()))
         entry.alone = job.steps / float(np.dot(rate, share))
@@ -210,6 +215,8 @@ class EventCluster:
             self._hold(self.book, until)
         for entry in self.running:
             worked = max(0.0, until - max(self.now, entry.paused_until))
+            # By the time itself, not by what is left: rounding must not leave a job for another
+            # event.
             ends = self._finish(entry) <= until
             entry.left = 0.0 if ends else entry.left - worked * entry.rate
             for kind, number in enumerate(entry.counts):
@@ -234,6 +241,7 @@ class EventCluster:
         elif any(counts):
             held_some = any(entry.counts)
             self._pause(entry, self.resize_seconds if held_some else self.restart_seconds)
+        # Two changes at one time are one resize, as a live cluster makes it.
         elif entry.resized_at == self.now:  # it lost a device, and now the others too
             entry.resizes, entry.resized_at = entry.resizes - 1, -1.0
         entry.counts = counts
@@ -325,6 +333,7 @@ class _FairShare(EventCluster):
         return full * self.options.efficiency(counts[0], entry.job.scale_factor)
 
     def schedule(self) -> None:
+        # Of equal weights the earlier job goes first; the sort is stable.
         self.waiting.sort(key=lambda e: (-e.job.priority_weight, e.job.arrival_seconds))
         if self.options.scheduler == "elastic":
             self._share()
@@ -399,8 +408,11 @@ def est_rate(capability: tuple[float, ...], counts: Counts, max_p: int) -> float
         max_p: Number of ESTs.
     """
     used = [(c, n) for c, n in zip(capability, counts, strict=True) if n and c > 0]
+    # All overloads at which some device gets one more EST: the least of them that holds all is the
+    # best.
     overloads = sorted({ests / c for c, _ in used for ests in range(1, max_p + 1)})
     for overload in overloads:
+        # Each device takes as many ESTs as end within the overload, beyond rounding.
         if sum(n * int(overload * c * (1 + 1e-12)) for c, n in used) >= max_p:
             return 1.0 / overload
     return 0.0
@@ -421,6 +433,7 @@ class _Proposals(EventCluster):
 
     def capacity(self) -> list[int]:
         held: Counts = self.none
+        # The last entry that has begun; the list is in order of time.
         for time, counts in self.options.serving:
             if time <= self.now:
                 held = counts
@@ -443,6 +456,7 @@ class _Proposals(EventCluster):
         )
         for job, counts in found.refused:
             self.refused.setdefault(job, set()).add(counts)
+        # Who lost all its devices waits again, in order of arrival.
         idle = [entry for entry in self.running if entry.job.id not in found.held]
         self.waiting = sorted(
             [*idle, *(entry for entry in self.waiting if entry.job.id not in found.held)],

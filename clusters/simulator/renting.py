@@ -75,6 +75,7 @@ def replay(
     """
     there = np.asarray(available)
     prices = None if spot_dollars_per_hour is None else np.asarray(spot_dollars_per_hour)
+    # Ticks of prices have no lengths of runs: strategies do not look at them.
     lengths = run_lengths(there) if tick_seconds is None else np.ones_like(there)
     seconds_of = None if tick_seconds is None else np.asarray(tick_seconds).tolist()
     most_ticks = job.num_ticks if seconds_of is None else len(seconds_of)
@@ -82,6 +83,7 @@ def replay(
     left, dollars, used, seconds = job.work_seconds, 0.0, 0.0, 0.0
     history: list[Held] = []
     launches = moves = 0
+    # With whole ticks a thousandth of a second is rounding; prices are paid to the second.
     enough = _DONE_SECONDS if tick_seconds is None else 0.0
     while left > enough and len(history) < most_ticks:
         tick = len(history)
@@ -90,6 +92,7 @@ def replay(
         now_there = there[:, tick]
         length = job.tick_seconds if seconds_of is None else seconds_of[tick]
         lost = held.num_spot > now_there[held.zone]
+        # Lost spot machines: what is left is another holding, which begins with a restart.
         if lost:
             held = held._replace(num_spot=int(now_there[held.zone]))
             pending = job.restart_seconds if held.num_machines else 0.0
@@ -112,10 +115,13 @@ def replay(
                 f"machines in zone {zone}; {most} spot machines are there, and the job can use "
                 f"{job.num_machines}"
             )
+        # A launch is any change, also to as many machines again after a loss.
         if asked.num_machines and (lost or asked != held):
+            # After a loss the restart is pending already.
             if asked != held:
                 pending = job.restart_seconds
             dollars += job.moving_dollars(place, zone)
+            # The first launch is no move.
             moves += place is not None and place != zone
             launches += 1
             place = zone
@@ -126,8 +132,10 @@ def replay(
             rate = float(job.dollars_per_hour(held, now.spot_dollars_per_hour))
             needed = pending + left / job.speed(held.num_machines, held.zone)
             worked = min(needed, length)
+            # To the job's end, and, in whole ticks, to the tick's.
             used = dollars + rate * worked / 3600
             dollars += rate * length / 3600
+            # Rounding must not leave a millionth of a second of work for another tick.
             left = 0.0 if needed <= length + _JUST else left - job.worked(held, pending, length)
             pending = max(pending - length, 0.0)
         seconds += worked
@@ -147,6 +155,7 @@ def run_lengths(available: NDArray[np.int64]) -> NDArray[np.int64]:
     ticks = np.arange(available.shape[1])
     turns = np.ones(available.shape, np.bool_)
     turns[:, 1:] = available[:, 1:] != available[:, :-1]
+    # [zones, ticks] from the last change on, found by a running maximum of its places.
     return ticks - np.maximum.accumulate(np.where(turns, ticks, 0), axis=1) + 1
 
 
@@ -225,12 +234,15 @@ def compare_from(
         ProblemError: There are no prices at the start, or the job cannot end before they do.
         InfeasibleError: It cannot end by its deadline.
     """
+    # Prices until the deadline may be years: as much as matters first, twice as much while it may
+    # not suffice.
     length = _SPARE * _first_guess(job, history.between(start_seconds, start_seconds + 1.0))
     while True:
         is_all = length >= job.deadline_seconds
         length = min(length, job.deadline_seconds)
         prices = history.between(start_seconds, start_seconds + length)
         if is_all and prices.goes_on:
+            # With nothing after the deadline the bound is final.
             prices = replace(prices, goes_on=False)  # what comes later is too late
         try:
             compared = compare_strategies(job, prices, cloud=cloud, device_type=device_type)
@@ -244,6 +256,7 @@ def compare_from(
             if not prices.goes_on:
                 raise
         else:
+            # A later price may still lower the bound, or let a strategy go on.
             if not prices.goes_on or (compared.is_final and not compared.refused):
                 return compared
         length *= 2
@@ -256,6 +269,8 @@ def _first_guess(job: RentJob, prices: Prices) -> float:
     known = np.isfinite(now)
     if not known.any() or not (now[known] > 0).all():
         return float(seconds.max())
+    # In that time the cheapest offer costs as much as staying on the best one: later prices hardly
+    # matter.
     return max(float((now * seconds)[known].min() / now[known].min()), float(seconds.min()))
 
 
@@ -297,6 +312,7 @@ def compare(
     cut = windows_of(traces, job.num_ticks, every_seconds, most=job.num_machines)
     zones, most = traces[0].zones, most_zones(job.num_machines)
     too_many = bool(history) and policies is None and len(zones) > most
+    # Zones by name: a history may have them in another order.
     learned = [] if too_many else [one.of_zones(zones, job.num_machines) for one in history]
     chain = chain_for(job, [one.ticks for one in learned]) if learned else None
     names = policies or (known.NAMES if chain else tuple(known.PLAIN))
@@ -320,6 +336,7 @@ def compare(
             for each, prices in windows
         ]
         mean = sum(first) / len(first)
+        # Being late is priced out of all proportion in the program; such a mean says nothing.
         expected = mean if mean <= job.most_dollars else None  # what is late costs more
     shared = ticks_a_decision(job) if programs is not None else 1
     return RentReport(
@@ -369,9 +386,11 @@ def _alone(
     """The least dollars [windows] in each zone alone, where its machines are fast enough."""
     alike: dict[RentJob, list[int]] = {}
     for place in range(len(zones)):
+        # A zone whose machines are too slow has no answer alone.
         with suppress(InfeasibleError):
             alike.setdefault(job.alone(place), []).append(place)
     found = {}
+    # Zones with equal terms are one problem: their windows go through it together.
     for one, places in alike.items():
         cut = [
             Window([each[place]], prices and [prices[place]])
@@ -411,6 +430,8 @@ def interval_of(job: RentJob, policy: RentPolicy, history: Sequence[Traces]) -> 
     """
     past = [replay(job, policy, *window).dollars for window in _past_windows(history, job)]
     low, high = (job.at(prices) for prices in zip(*_ranges(job, history), strict=True))
+    # One more than the past on either side, as the next job may cost less or more than all of
+    # them.
     ranked = [low.least_dollars, *sorted(past), high.most_dollars]
     last = len(ranked) - 1
     return ranked[floor(0.05 * last)], ranked[ceil(0.95 * last)]
@@ -440,6 +461,7 @@ def _past_windows(traces: Sequence[Traces], job: RentJob) -> list[Window]:
         for first in range(0, len(one.ticks[0]) - ticks + 1, max(ticks // 8, 1))
         if (window := one.window(first, ticks, job.num_machines)) is not None
     ]
+    # Evenly spread, from the first on.
     return found[:: -(-len(found) // most) or 1]
 
 
@@ -472,6 +494,7 @@ class Adviser:
         self._job, self._zones = job, tuple(zones)
         learned = [one.of_zones(zones, job.num_machines) for one in history]
         chain = chain_for(job, [one.ticks for one in learned]) if learned else None
+        # The last name is the better policy, so it decides.
         names = policies or (known.NAMES if chain else tuple(known.PLAIN))[::-1]
         self.policies = {name: known.policy_of(name, job, chain) for name in names}
         if of_one_kind:
@@ -488,6 +511,7 @@ class Adviser:
         now = _moment(job, zones, state)
         asked = {name: policy(job, now) for name, policy in self.policies.items()}
         choice, held = next(iter(asked.items()))
+        # Ticks to spare, if the last resort were launched now.
         left = job.num_ticks - now.tick - job.ticks_for(now.work_left_seconds)
         spare = left * job.tick_seconds
         return RentAdvice(
@@ -543,6 +567,7 @@ def _moment(job: RentJob, zones: Sequence[str], state: RentState) -> Moment:
         )
     pending, lost = state.pending_seconds, held.num_spot > there[held.zone]
     if lost:
+        # Spot machines that are gone are no longer held.
         held = held._replace(num_spot=there[held.zone])
         pending = job.restart_seconds
     return Moment(

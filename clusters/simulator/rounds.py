@@ -143,6 +143,8 @@ class Outages:
             self._done, self._since = num_done, now_seconds
         options = self.failures.options
         means = [m for m in (options.mean_seconds, options.server_mean_seconds) if m is not None]
+        # A job may rightly wait for some failures and repairs, and then need its time several
+        # times over.
         patience = STALLED_REPAIRS * (max(means) + options.repair_seconds)
         waited = now_seconds - self._since
         if waited <= patience:
@@ -198,12 +200,15 @@ class Rounds:
         if not self.active.present:
             if self.queue.next is None:
                 return False
+            # Nobody is there: time jumps to the next arrival.
             self.now = max(self.now, self.queue.next_seconds)
         arrived = self.queue.until(self.now)
         if arrived:
             self.state.admit(arrived, self.options.head_start_seconds)
         if self.outages is not None:
             self.outages.refuse_to_stall(self.active, self.now, self.num_done)
+            # Policies know what they solved by the array of devices that are up, so it changes
+            # only when they do.
             if self.state.see(self.outages.up(self.now)):
                 self.active.consolidated = self.outages.consolidated(self.pool)
         if is_due(self.state, self.now, self.options):
@@ -227,6 +232,7 @@ class Rounds:
         kind = chosen[runs]
         rate = active.rate[kind, runs]
         moved = active.last_type[runs] != kind
+        # A job that starts, or has another type than in the round before, pays a restart.
         if self.state.servers is not None:
             ids = [(active.jobs[i].id,) for i in runs.tolist()]
             close, relocated = self.seat(ids, kind, active.scale[runs])
@@ -239,6 +245,7 @@ class Rounds:
             usage = np.where(np.arange(len(self.state.up))[:, None] == kind, scale, 0)
             ids = [(active.jobs[i].id,) for i in runs.tolist()]
             struck = self.strike(ids, usage, self.outages)
+        # Struck: the round's work is lost, as it goes back to the checkpoint at its start.
         steps[struck] = 0.0
         left = active.left[runs] - steps
         done = left <= STEPS_LEFT
@@ -273,6 +280,7 @@ class Rounds:
     def spread_rate(self, runs: Ints, kind: Ints, close: Bools) -> Floats:
         """The part of their rate that jobs keep, 1 where they are consolidated [jobs]."""
         kept = np.ones(len(runs))
+        # By the rate's ratio, as what is stored is the rate of consolidated devices.
         for place in (~close).nonzero()[0].tolist():
             job, type_ = int(runs[place]), int(kind[place])
             apart = self.pool.apart_rate(self.active.jobs[job])[type_]
@@ -301,6 +309,7 @@ class Rounds:
         """Seconds each job works in a round, restart included, and the steps it makes."""
         possible = rate * (self.options.round_seconds - lost)
         if self.options.convention == "published":
+            # Whole steps, and one at least, however slow.
             possible = np.maximum(np.floor(possible), 1.0)
         steps = np.minimum(possible, left)
         return steps / rate + lost, steps
@@ -402,6 +411,7 @@ class Rounds:
         return Simulation(
             jobs=tuple(self.outcomes),
             num_devices=dict(self.pool.num_devices),
+            # Metrics end with the last job, not with the round that it ends in.
             busy_seconds=dict(zip(self.pool.types, self.busy.tolist(), strict=True)),
             end_seconds=end,
             num_rounds=self.num_rounds,
@@ -462,6 +472,7 @@ class CombinedRounds(Rounds):
         moved = active.last_type != kind
         a, c = chosen.first, chosen.placed
         two = chosen.second >= 0
+        # A job alone counts as its own partner, so that all arrays have one entry a placement.
         b = np.where(two, chosen.second, a)
         slow_a = slow_b = np.ones(len(a))
         if self.state.servers is not None:
@@ -482,6 +493,7 @@ class CombinedRounds(Rounds):
         if options.convention == "published":
             seconds_a, steps_a = self._whole_steps(rate_a, active.left[a])
             seconds_b, steps_b = self._whole_steps(rate_b, active.left[b])
+            # By the published convention both end when the later one does.
             seconds_a = np.maximum(seconds_a, np.where(two, seconds_b, 0.0))
             seconds_b = seconds_a
         else:
@@ -491,6 +503,7 @@ class CombinedRounds(Rounds):
             seconds_b, steps_b = _finish(
                 active.left[b], rate_b, alone_b, lost[b], first, second, length
             )
+        # What they shared is charged by half to each.
         both = np.where(two, np.minimum(seconds_a, seconds_b), 0.0)
         return _Work(
             np.concatenate((a, b[two])),
@@ -509,6 +522,7 @@ class CombinedRounds(Rounds):
         active, resources = self.active, self.pool.resources
         usage = np.where(self.pool.is_mix[work.column] == 1, 1, active.scale[work.job])
         hits = self._hit(chosen)
+        # A pair that is struck loses the work of both.
         both = np.concatenate((chosen.first[hits], chosen.second[hits]))
         struck = np.unique(both[both >= 0])
         hit = np.isin(work.job, struck)
@@ -548,6 +562,7 @@ class CombinedRounds(Rounds):
     def _receive(self, chosen: Chosen, work: _Work) -> None:
         """Count the seconds of combinations, each once."""
         number = len(chosen.first)
+        # A pair counts as long as the longer of both worked.
         seconds = work.seconds[:number].copy()
         two = chosen.second >= 0
         seconds[two] = np.maximum(seconds[two], work.seconds[number:])
@@ -583,13 +598,16 @@ def _finish(
         own: When this job would.
         length: Seconds of the round.
     """
+    # Until the first of: the partner's end, its own, the round's.
     together = np.minimum(np.minimum(partner, own), length)
     shared = np.minimum(rate * np.maximum(together - lost, 0.0), left)
     ends = own <= np.minimum(partner, length)
+    # What is left of the round after that, and after its restart.
     after = np.maximum(length - np.maximum(together, lost), 0.0)
     later = np.where(ends, 0.0, np.minimum(alone * after, left - shared))
     steps = np.where(ends, left, shared + later)
     over = np.where(alone > 0, later / np.where(alone > 0, alone, 1.0), 0.0)
     seconds = np.where(ends, own, np.maximum(together, lost) + over)
+    # A job that is not done holds its devices to the end of the round.
     done = steps >= left
     return np.where(done, seconds, length), steps
