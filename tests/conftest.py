@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Generator
 from typing import Any
 
@@ -29,6 +30,21 @@ _DEFAULTS = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
+
+# What pytest-xdist deals first, longest first: a file that takes minutes must not be the last one.
+_LONGEST = (
+    "measures",
+    "tests/runtime/test_adapters.py",
+    "tests/runtime/test_tensor.py",
+    "tests/faults/test_campaign.py",
+    "tests/planning/test_pool_parts.py",
+    "tests/solvers/pipeline/nested/test_solve.py",
+    "tests/fuzz/test_fuzz.py",
+    "tests/gpu/test_planned_steps.py",
+    "tests/docs/test_commands.py",
+    "tests/launcher/test_resize.py",
+    "tests/gpu/test_timeline.py",
+)
 
 
 def _heed_signals() -> None:
@@ -74,14 +90,27 @@ def pytest_runtest_protocol(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One process of ``-n 3`` runs all that measures, so that two never measure each other."""
-    if not config.pluginmanager.hasplugin("xdist"):
+    """One process of ``-n 3`` runs all that measures, so that two never measure each other.
+
+    The longest files come first, then those of most tests.
+    """
+    if not config.getoption("loadgroup", default=False):  # in no process of xdist's
         return
+    scopes = {}
     for item in items:
+        scopes[item] = item.nodeid.partition("::")[0]
         if item.get_closest_marker("measures") is not None:
+            scopes[item] = "measures"
             item.add_marker(pytest.mark.xdist_group("measures"))
-            if config.getoption("loadgroup", default=False):  # in a process of xdist's
-                _name_group(item, "measures")
+            _name_group(item, "measures")
+    number = Counter(scopes.values())
+    ranks = {scope: rank for rank, scope in enumerate(_LONGEST)}
+
+    def order(item: pytest.Item) -> tuple[int, int, str]:
+        scope = scopes[item]
+        return ranks.get(scope, len(ranks)), -number[scope], scope
+
+    items.sort(key=order)
 
 
 def _name_group(item: pytest.Item, group: str) -> None:
@@ -104,4 +133,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return str(super()._split_scope(nodeid)).partition("::")[0]
 
-    return Files(config, log) if config.getvalue("dist") == "loadgroup" else None
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    config.option.loadscopereorder = False  # they are in order
+    return Files(config, log)

@@ -32,6 +32,20 @@ COMMANDS = (
     "hetflow.formats.reports.tables",
 )
 
+# The purpose of programs that run scripts of other libraries, and what these import for seconds.
+LIBRARIES = (
+    "libraries",
+    "transformers.trainer",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "trl",
+    "lightning",
+    "pytorch_lightning",
+    "torchmetrics.classification",
+)
+
 
 @cache
 def preloaded(purpose: str = "", *modules: str) -> str:

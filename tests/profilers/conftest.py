@@ -16,6 +16,7 @@ def forked_children(
     if request.node.get_closest_marker("measures") is None:
         yield
         return
-    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
+    libraries = programs.LIBRARIES if request.path.name == "test_script_profile.py" else ()
+    monkeypatch.setenv(programs.VARIABLE, programs.preloaded(*libraries))
     with started_like_workers():
         yield

@@ -9,11 +9,16 @@ from pathlib import Path
 from hetflow.tests import programs
 
 TRANSFORMERS = (
+    "torch._export.non_strict_utils",
+    "torch._functorch.aot_autograd",
+    "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.vit.modeling_vit",
 )
-"""For workers with models of these kinds."""
+"""For workers with models of these kinds, and what exports them."""
 
 
 def run_workers(

@@ -687,11 +687,8 @@ def judge(
     (folder / "train.py").write_text(text_of(script))
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     env = {**os.environ, **variables, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    modules = ["accelerate", "transformers.trainer"] if script.library != "ddp" else [""]
-    if script.library in ("lightning", "by hand", "fabric"):
-        modules = ["lightning.pytorch", "lightning.fabric"]
-    preload = programs.preloaded(modules[0], *filter(None, modules))
-    env["HETFLOW_PRELOAD"] = preload
+    libraries = programs.LIBRARIES if script.library != "ddp" else ()
+    env[programs.VARIABLE] = programs.preloaded(*libraries)
     if script.library != "ddp":
         env = {k: v for k, v in env.items() if k not in (*variables, "MASTER_PORT")}
     resumes = script.loop == "stopped" and script.library in ("ddp", "accelerate", "fabric")

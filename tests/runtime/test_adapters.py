@@ -27,14 +27,22 @@ Plans = Callable[..., Plan]
 LAUNCH = [sys.executable, "-m", "hetflow.cli.main", "launch", "plan.json"]
 
 
+def start_with(script: str | Path) -> dict[str, str]:
+    """The environment of a program that runs a script; those of DDP find no library imported."""
+    is_of_ddp = Path(script).name in ("habits.py", "sampled.py", "wrapped.py")
+    preload = programs.preloaded() if is_of_ddp else programs.preloaded(*programs.LIBRARIES)
+    return {**os.environ, programs.VARIABLE: preload}
+
+
 def launch(folder: Path, plan: Plan, *script: str | Path) -> tuple[int, str]:
     files.write(folder / "plan.json", plan, force=True)
-    done = programs.run([*LAUNCH, *map(str, script)], timeout=180, cwd=folder)
+    command = [*LAUNCH, *map(str, script)]
+    done = programs.run(command, timeout=180, cwd=folder, env=start_with(script[0]))
     return done.returncode, done.stderr
 
 
 def alone(folder: Path, *script: str | Path, **variables: str) -> None:
-    env = {**os.environ, **variables}
+    env = {**start_with(script[0]), **variables}
     done = programs.run([sys.executable, *map(str, script)], timeout=180, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr
 

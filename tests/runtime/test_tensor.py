@@ -174,11 +174,11 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "chunks": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
         "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-cores": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
-        "exported-gpt2": ("gpt2:sgd:clip", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
-        "exported-gpt2-cores": ("gpt2:sgd:clip", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
-        "exported-bert": ("bert:adam:clip", [(BERT[0], (2,)), (BERT[1], (2,))]),
-        "exported-neox": ("neox:adam:clip", [(NEOX[0], (2,)), (NEOX[1], (2,))]),
-        "exported-vit": ("vit:sgd:clip-inf", [(VIT[0], (2,)), (VIT[1], (2,))]),
+        "exported-gpt2": ("gpt2:sgd:clip-unseen", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
+        "exported-gpt2-cores": ("gpt2:sgd:clip-unseen", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
+        "exported-bert": ("bert:adam:clip-unseen", [(BERT[0], (2,)), (BERT[1], (2,))]),
+        "exported-neox": ("neox:adam:clip-unseen", [(NEOX[0], (2,)), (NEOX[1], (2,))]),
+        "exported-vit": ("vit:sgd:clip-inf-unseen", [(VIT[0], (2,)), (VIT[1], (2,))]),
         "exported-qwen-apart": (
             "qwen:adam:clip", [((*QWEN[0], *QWEN[1][:2]), (2,)), (QWEN[1][2:], (2,))]
         ),
@@ -193,9 +193,11 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d2-unlike-gradients-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "chunks-d2-gradients-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-d2-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
-        "exported-gpt2-weights": ("gpt2:adam:clip", [(GPT2[0], (1, 1)), (GPT2[1], (1, 1))]),
+        "exported-gpt2-weights": (
+            "gpt2:adam:clip-unseen", [(GPT2[0], (1, 1)), (GPT2[1], (1, 1))]
+        ),
         "exported-qwen-weights-unlike-again": (
-            "qwen:sgd:clip-inf", [((*QWEN[0], *QWEN[1][:2]), (1, 1)), (QWEN[1][2:], (1, 1))]
+            "qwen:sgd:clip-inf-unseen", [((*QWEN[0], *QWEN[1][:2]), (1, 1)), (QWEN[1][2:], (1, 1))]
         ),
     }),
     "p2-t2-d2": (8, {
