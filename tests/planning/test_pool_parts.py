@@ -104,7 +104,7 @@ def groups(most_servers: int, most_devices: int, most_types: int) -> st.SearchSt
 
 GROUPS = {
     "split": groups(2, 4, 2),
-    "parallel": groups(2, 2, 2),
+    "parallel": groups(1, 3, 2),
     "pipeline": groups(1, 2, 1),  # four devices take long
     "auto": groups(1, 2, 2),
 }
