@@ -126,11 +126,7 @@ def throughputs(request: ThroughputsRequest) -> Throughputs:
 def _rates(
     profiles: Sequence[Profile], batch_size: int, scale: int, most: int, reserve: int
 ) -> tuple[ModelThroughput, tuple[MixThroughput, ...]]:
-    """The rates of one model and scale factor; types that cannot run it are left out.
-
-    Raises:
-        InfeasibleError: The batch fits no profiled type.
-    """
+    """The rates of one model and scale factor; types that cannot run it are left out."""
     from ..clusters.simulator.mixes import split_throughput
     from ..planning.split_problem import split_problem
 
@@ -158,11 +154,7 @@ def _rates(
 
 
 def _batches(given: int | Mapping[str, int], models: list[str]) -> dict[str, int]:
-    """The batch of each model.
-
-    Raises:
-        ProblemError: A batch of a model without profiles, or a model without one.
-    """
+    """The batch of each model."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(models, given)
     for name in given:

@@ -125,11 +125,7 @@ def _volume(text: str | None) -> tuple[str, str] | None:
 
 
 def _rented(groups: Sequence[HostGroup], market: Markets, at: str | None) -> tuple[HostGroup, ...]:
-    """The hosts with the machines that have just their devices, the cheapest first.
-
-    Raises:
-        ProblemError: No machine has them at that time.
-    """
+    """The hosts with the machines that have just their devices, the cheapest first."""
     prices = all_prices(markets_of(market), at)
     found = []
     for group in groups:

@@ -256,10 +256,8 @@ def _read_all(given: Offers, *, several: bool) -> tuple[_Windows, list[PriceHist
 def _read(
     path: Path, several: bool
 ) -> tuple[Sequence[Availability | Capacity], Sequence[PriceHistory]]:
-    """What a file has: for several machines counts; for one whether there was one, else counts.
-
-    And its price histories, which a file may also have alone.
-    """
+    """What a file has: for several machines counts; for one whether there was one, else counts."""
+    # And its price histories, which a file may also have alone.
     market = read_market(path)
     found = market.capacity if several else market.availability or market.capacity
     if not found and not market.prices:
@@ -332,11 +330,7 @@ _WHAT = {
 
 
 def _of_zones(name: str, given: Mapping[str, float], traces: Sequence[Traces]) -> tuple[float, ...]:
-    """What an option says of each zone, by its name, or by its place or type of machine.
-
-    Raises:
-        ProblemError: It names a zone that there is not, or says nothing of one that there is.
-    """
+    """What an option says of each zone, by its name, or by its place or type of machine."""
     zones = traces[0].zones
     other = next((one.title for one in traces if one.zones != zones), None)
     if other is not None:
@@ -516,11 +510,7 @@ def rent_prices(request: PricesRequest) -> PriceReport:
 
 
 def _cloud_of(history: OfferHistory, asked: str | None) -> str:
-    """The cloud of the strategies that use only one.
-
-    Raises:
-        ProblemError: No offer is in the cloud that was asked for.
-    """
+    """The cloud of the strategies that use only one."""
     clouds = list(dict.fromkeys(offer.cloud for offer in history.offers))
     if asked is None:
         return _FIRST_CHOICE if _FIRST_CHOICE in clouds else clouds[0]

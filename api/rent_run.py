@@ -145,12 +145,7 @@ def rent_run(request: RunRentRequest) -> RentRun:
 
 
 def _plans(request: RunRentRequest, job: RentJob) -> list[Plan]:
-    """The plans for 1, 2, ... machines.
-
-    Raises:
-        ProblemError: There are not as many as the job uses machines, or machines differ.
-        FileError: A file is missing or has faults.
-    """
+    """The plans for 1, 2, ... machines."""
     plans = [plan_of(one) for one in (request.plan, *request.more_plans)]
     if len(plans) != job.num_machines:
         raise ProblemError(
@@ -166,11 +161,7 @@ def _plans(request: RunRentRequest, job: RentJob) -> list[Plan]:
 
 
 def _begun(folder: Path, new: RentRun) -> RentRun:
-    """The record of a folder that has one of this job; else the new one.
-
-    Raises:
-        FileError: The folder has another run.
-    """
+    """The record of a folder that has one of this job; else the new one."""
     if not (folder / RECORD).exists():
         folder.mkdir(parents=True, exist_ok=True)
         return new

@@ -103,10 +103,8 @@ def states_devices(plan: Plan) -> bool:
 
 
 def parts_to_tell_apart(pool: Cluster) -> Parts:
-    """The largest parts whose servers a search can tell apart, where that may help.
-
-    A small pool is the only one, and is equal to the part but not the same object.
-    """
+    """The largest parts whose servers a search can tell apart, where that may help."""
+    # A small pool is the only one, and is equal to the part but not the same object.
     free = {place: group.count for place, group in enumerate(pool.servers)}
     items = [
         (place, tuple((name, group.devices[name]) for name in names))

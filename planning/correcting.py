@@ -194,10 +194,8 @@ def _with_origin(old: Profile, new: Profile, runs: Sequence[Run], corrected_at: 
 
 
 def changes_of(old: Profile, new: Profile) -> Iterator[dict[str, Any]]:
-    """Every number that differs, by its address: ``term``, ``before`` and ``after``.
-
-    A busy host that was not measured before was predicted as a device alone.
-    """
+    """Every number that differs, by its address: ``term``, ``before`` and ``after``."""
+    # A busy host that was not measured before was predicted as a device alone.
     before, after = dict(_numbers("", to_plain(old))), dict(_numbers("", to_plain(new)))
     if old.busy is None and new.busy is not None:
         parts = ("batch_curve", "update_seconds", "fixed_seconds")

@@ -114,10 +114,8 @@ def entry_with(
 
 
 def rate_of(steps_per_second: Mapping[str, float], device_type: str) -> float:
-    """Steps per second on a type, 0 where there are none.
-
-    Its case does not matter unless two types differ in it alone.
-    """
+    """Steps per second on a type, 0 where there are none."""
+    # Its case does not matter unless two types differ in it alone.
     if device_type in steps_per_second:
         return steps_per_second[device_type]
     same = [rate for name, rate in steps_per_second.items() if name.lower() == device_type.lower()]

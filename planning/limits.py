@@ -24,12 +24,10 @@ class SolveLimits:
         return self != SolveLimits()
 
     def is_missed(self, plan: Plan) -> bool:
-        """Whether a plan is not proved within the requested gap, which ends in exit code 4.
-
-        A time limit alone requests a gap of 0. Without limits no gap is requested. An optimal plan
-        always meets the request, even if its gap to the plan with the least predicted time is as
-        wide as its proof's tolerance.
-        """
+        """Whether a plan is not proved within the requested gap, which ends in exit code 4."""
+        # A time limit alone requests a gap of 0. Without limits no gap is requested. An optimal
+        # plan always meets the request, even if its gap to the plan with the least predicted time
+        # is as wide as its proof's tolerance.
         if not self.are_asked or plan.proof.termination == "optimal":
             return False
         gap = plan.proof.gap

@@ -239,10 +239,8 @@ def _slowest(profiles: Sequence[Profile]) -> tuple[float, str] | None:
 
 
 def measured_between(one: Profile, other: Profile) -> Links | None:
-    """The measured link between devices of two types, from either's profile; None if unknown.
-
-    Profiles that were measured apart may both hold it; the slower one counts.
-    """
+    """The measured link between devices of two types, from either's profile; None if unknown."""
+    # Profiles that were measured apart may both hold it; the slower one counts.
     found = [
         link.links
         for here, there in ((one, other), (other, one))

@@ -126,10 +126,8 @@ def _price(
 
 
 def _check_within(histories: Sequence[PriceHistory], when: float) -> None:
-    """Refuse a time before all histories of a market or after its last one.
-
-    What was on demand at another time would be all that is left, and nobody had asked for that.
-    """
+    """Refuse a time before all histories of a market or after its last one."""
+    # What was on demand at another time would be all that is left, and nobody had asked for that.
     first = min(history.start_seconds()[0] for history in histories)
     last = max(history.end_seconds() for history in histories)
     if not first <= when <= last:
@@ -143,10 +141,8 @@ def _check_within(histories: Sequence[PriceHistory], when: float) -> None:
 
 
 def _last_seconds(histories: Sequence[PriceHistory]) -> float:
-    """Return the last time at which all histories are known that end on the last day.
-
-    Histories end with the last change that was reported, so hardly two end at the same time.
-    """
+    """Return the last time at which all histories are known that end on the last day."""
+    # Histories end with the last change that was reported, so hardly two end at the same time.
     ends = [history.end_seconds() for history in histories]
     return min(end for end in ends if end >= max(ends) - _LAST_SECONDS)
 

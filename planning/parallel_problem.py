@@ -111,11 +111,7 @@ def chunks_of(asked: int | None) -> tuple[int, ...]:
 
 
 def _over_sequences(profile: Profile) -> Profile:
-    """The profile with the layers of sequence parallelism in place of the others.
-
-    Raises:
-        ProblemError: The profile has none.
-    """
+    """The profile with the layers of sequence parallelism in place of the others."""
     if profile.tensor_layers and not profile.sequence_layers:
         raise ProblemError(
             f"{option('sequence_parallel')}: the profile of {profile.model} on "

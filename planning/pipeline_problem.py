@@ -139,10 +139,8 @@ def pipeline_keys(problem: Problem, pool: Cluster) -> Keys:
 
 
 def capacity_seconds(problem: PipelineProblem) -> float:
-    """Seconds per input that no plan is faster than, by what the devices can compute.
-
-    Devices of type i are priced at one over the seconds W_i that all layers take on them.
-    """
+    """Seconds per input that no plan is faster than, by what the devices can compute."""
+    # Devices of type i are priced at one over the seconds W_i that all layers take on them.
     offered, least = 0.0, [inf] * len(problem.layers)
     for pool in problem.pools:
         work = [a + b for a, b in zip(pool.forward_seconds, pool.backward_seconds, strict=True)]
@@ -325,10 +323,8 @@ def _pool(
 
 
 def _message_seconds(profiles: Sequence[Profile]) -> float:
-    """Fixed seconds of a message, on the slowest type: as measured, else its link's latency.
-
-    A link between types counts with its latency.
-    """
+    """Fixed seconds of a message, on the slowest type: as measured, else its link's latency."""
+    # A link between types counts with its latency.
     found = [0.0]
     for profile in profiles:
         if profile.pipeline is not None:
@@ -350,15 +346,11 @@ def _step_error(profiles: Sequence[Profile]) -> float | None:
 
 
 def _workspace(profile: Profile, graph: LayerGraph) -> int:
-    """Bytes of a device's memory to reserve for temporary use, for any stage.
-
-    The sum of the largest layer's workspace, if measured, with the gradients of its output and
-    inputs, which exist at the same time in its backward pass; the optimizer update's workspace, if
-    the allocator keeps it apart; and what communication with other workers and fragments take.
-
-    Raises:
-        InfeasibleError: These bytes alone fill the device.
-    """
+    """Bytes of a device's memory to reserve for temporary use, for any stage."""
+    # The sum of the largest layer's workspace, if measured, with the gradients of its output and
+    # inputs, which exist at the same time in its backward pass; the optimizer update's workspace,
+    # if the allocator keeps it apart; and what communication with other workers and fragments
+    # take.
     made = {node.id: node.activation_bytes for node in graph.nodes}
     inputs = dict.fromkeys(made, 0)
     for source, target in graph.edges:

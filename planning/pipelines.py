@@ -181,10 +181,8 @@ def _scheduled(
     clock: TimeShares,
     others_left: int = 0,
 ) -> Plan:
-    """Find the best plan of one schedule over microbatch sizes.
-
-    ``others_left`` is the number of searches that follow and must share the time limit.
-    """
+    """Find the best plan of one schedule over microbatch sizes."""
+    # ``others_left`` is the number of searches that follow and must share the time limit.
     plans: dict[int, Plan] = {}
     refusals: list[HetflowError] = []
     for number, size in enumerate(sizes):
@@ -210,14 +208,9 @@ def _scheduled(
 
 
 def _microbatch_sizes(question: Question) -> list[int]:
-    """List the microbatch sizes to try, out of those profiled on all device types of the pool.
-
-    If a size was requested, the nearest profiled one; else all. Without a common profiled size, the
-    requested one (or 1), so that the solver reports what is missing.
-
-    Raises:
-        ProblemError: Microbatches must be of the requested size, which is not profiled.
-    """
+    """List the microbatch sizes to try, out of those profiled on all device types of the pool."""
+    # If a size was requested, the nearest profiled one; else all. Without a common profiled size,
+    # the requested one (or 1), so that the solver reports what is missing.
     tables = [{t.microbatch_size for t in p.layer_tables} for p in question.profiles_in_pool]
     common = sorted(set.intersection(*tables)) if tables else []
     asked = question.asked.microbatch_size
@@ -288,10 +281,8 @@ def with_origin(plan: Plan, question: Question) -> Plan:
 
 
 def trace_for(question: Question) -> LayerTrace | None:
-    """Return how the layers were traced, which is alike on all device types of the pool.
-
-    If a type was traced in a way that cannot be launched, that trace is returned.
-    """
+    """Return how the layers were traced, which is alike on all device types of the pool."""
+    # If a type was traced in a way that cannot be launched, that trace is returned.
     found = [profile.layers.trace for profile in question.profiles_in_pool if profile.layers]
     blocked = [trace for trace in found if trace is not None and trace.obstacle is not None]
     return [*blocked, *found][0]

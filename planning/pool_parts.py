@@ -158,10 +158,8 @@ def _dividing(width: int, sizes: Collection[int] | None) -> frozenset[int]:
 def _with_sizes_inside(
     pool: Cluster, keys: Keys, degrees: Mapping[str, Collection[int]]
 ) -> dict[str, set[int]]:
-    """The degrees, and numbers of devices of a stage that is faster inside a server.
-
-    Beyond ``MOST_UNEVEN`` devices only powers of two.
-    """
+    """The degrees, and numbers of devices of a stage that is faster inside a server."""
+    # Beyond ``MOST_UNEVEN`` devices only powers of two.
     found = {name: set(each) for name, each in degrees.items()}
     rates = [entry for pair in pairs_of(pool) for entry in keys(pair).items()]
     for name in pool.num_devices:
@@ -423,10 +421,8 @@ def best_of_parts(
 
 
 def _unlike_first(parts: Iterable[tuple[float, Cluster]]) -> list[tuple[float, Cluster]]:
-    """The parts by their bounds; those that only leave idle other devices of the same servers last.
-
-    Else such parts would be all that are planned: they have nearly the bound of the whole pool.
-    """
+    """The parts by their bounds; last those that only leave idle other devices of servers."""
+    # Else such parts would be all that are planned: they have nearly the bound of the whole pool.
     known: Counter[tuple[tuple[int, frozenset[str]], ...]] = Counter()
     ranked = []
     for least, part in sorted(parts, key=itemgetter(0)):
@@ -437,12 +433,7 @@ def _unlike_first(parts: Iterable[tuple[float, Cluster]]) -> list[tuple[float, C
 
 
 def _among_parts(plan: Plan, bounds: Collection[float | None]) -> Plan:
-    """The best plan of several pools, with the least of their bounds in its proof.
-
-    Args:
-        plan: The best one.
-        bounds: Of each pool's search, in the unit of the plan's objective.
-    """
+    """The best plan of several pools, with the least of their bounds in its proof."""
     if len(bounds) < 2 or None in bounds:
         return plan
     bound = min(each for each in bounds if each is not None)

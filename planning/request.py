@@ -64,10 +64,8 @@ class Given:
 
 
 def given(request: SolveRequest) -> Iterator[Given]:
-    """Yield the options of a request that were given, and that not all plans read.
-
-    Those are what differs from the default, and what the request says was stated.
-    """
+    """Yield the options of a request that were given, and that not all plans read."""
+    # Those are what differs from the default, and what the request says was stated.
     for asked in asked_of(SolveRequest):
         said, value = asked.option, getattr(request, asked.name)
         if not (said.read_by or said.values):
@@ -101,11 +99,9 @@ def _unread(one: Given, tried: Collection[str], why_no_others: str) -> ProblemEr
 
 
 def _plans(planners: Collection[str], beside: Given | None = None) -> str:
-    """Name the plans of several planners.
-
-    All planners of a kind are named by the kind. So is one alone if ``beside``, an option that it
-    does not read, is read by no planner of that kind.
-    """
+    """Name the plans of several planners."""
+    # All planners of a kind are named by the kind. So is one alone if ``beside``, an option that
+    # it does not read, is read by no planner of that kind.
     left, names = list(planners), []
     for whole, name in ((SPLITS, "splits"), (PIPELINES, "pipelines")):
         apart = beside is None or set(beside.read_by) & set(whole)
@@ -180,10 +176,9 @@ class Question:
 
     @property
     def fixes_microbatches(self) -> bool:
-        """Whether both virtual nodes and microbatches were asked for, and are the same.
-
-        Then plans of all kinds cut a batch alike, and each can go on from a checkpoint of another.
-        """
+        """Whether both virtual nodes and microbatches were asked for, and are the same."""
+        # Then plans of all kinds cut a batch alike, and each can go on from a checkpoint of
+        # another.
         nodes, samples = self.asked.virtual_nodes, self.asked.microbatch_size
         batch = self.asked.batch_size
         return nodes is not None and samples is not None and nodes * samples == batch
@@ -202,10 +197,8 @@ class Question:
 
     @property
     def options(self) -> list[Given]:
-        """The options that were given.
-
-        Virtual nodes and microbatches that are the same are read by plans of all kinds.
-        """
+        """The options that were given."""
+        # Virtual nodes and microbatches that are the same are read by plans of all kinds.
         known = list(given(self.asked))
         if self.fixes_microbatches:
             known = [one for one in known if one.name not in ("virtual_nodes", "microbatch_size")]

@@ -116,15 +116,9 @@ def _best(question: Question, kind: Kind, clock: TimeShares, kinds_left: int = 1
 
 
 def _kinds_to_try(question: Question) -> list[Kind]:
-    """List the kinds of plans to compare, simplest first.
-
-    Without a requested kind these are all that read the options that ask for something of the plan.
-    Kinds that need layers which the profiles do not hold are left out.
-
-    Raises:
-        ProblemError: An option has no effect on any of these kinds, or options of different kinds
-            of plans were given.
-    """
+    """List the kinds of plans to compare, simplest first."""
+    # Without a requested kind these are all that read the options that ask for something of the
+    # plan. Kinds that need layers which the profiles do not hold are left out.
     planners, options = question.planners, question.options
     if question.asked.strategy != "auto":
         refuse_unread(options, [planners[question.asked.strategy]], "")
@@ -210,11 +204,9 @@ def _fastest_kind(question: Question, kinds: list[Kind], clock: TimeShares) -> P
 
 
 def _expressed_as(plans: dict[str, Plan]) -> str | None:
-    """The other kind of plan that the parallel plan is an instance of; None if there is none.
-
-    The plans train alike, but the planner of that kind counts more of what was measured: memory and
-    synchronisation of whole passes for splits, overheads of a step for pipelines.
-    """
+    """The other kind of plan that the parallel plan is an instance of; None if there is none."""
+    # The plans train alike, but the planner of that kind counts more of what was measured: memory
+    # and synchronisation of whole passes for splits, overheads of a step for pipelines.
     plan = plans.get("parallel")
     if plan is None:
         return None
@@ -270,10 +262,8 @@ def _split(question: Question, clock: TimeShares) -> Plan:
 
 
 def _split_in(question: Question, clock: TimeShares, *, warns: bool) -> Plan:
-    """The best split of a pool; with ``shard`` one whose devices share states.
-
-    With ``auto`` it is the better of both, and of equally good ones that of whole states.
-    """
+    """The best split of a pool; with ``shard`` one whose devices share states."""
+    # With ``auto``: the better of both, and of equally good ones that of whole states.
     from .split_problem import split_problem
 
     asked, problem, whole = question.asked, question.problem, None

@@ -76,17 +76,8 @@ def best_parallel(question: Question, clock: TimeShares) -> Plan:
 def _in_the_best_part(
     question: Question, trace: LayerTrace | None, clock: TimeShares
 ) -> tuple[Cluster, ParallelProblem, Plan, Apart | None]:
-    """The fastest plan of the pool, of its parts with faster links, and of its servers told apart.
-
-    The plan's bound is that of all of them.
-
-    Returns:
-        The part, its problem and the plan; and how servers are told apart, if they are in these.
-
-    Raises:
-        InfeasibleError: No plan fits; says what the whole pool lacks.
-        BackendError: The limit of time came before there was a plan.
-    """
+    """The fastest plan of the pool or a part: the part, its problem, how it is told apart."""
+    # The plan's bound is that of all of them.
     from ..solvers.parallel.solve import least_seconds, solve
 
     problem, own = question.problem, _view(question.problem, question.asked, trace)
@@ -154,10 +145,8 @@ def _why_none(question: Question) -> str:
 
 
 def _spreadable(question: Question) -> bool:
-    """Whether all profiles in use with degrees above 1 have them with sequence parallelism too.
-
-    False where stages could not be launched so.
-    """
+    """Whether all profiles in use with degrees above 1 have them with sequence parallelism too."""
+    # Otherwise stages could not be launched so.
     if cannot_spread(trace_for(question)):
         return False
     tables = [bool(p.sequence_layers) for p in question.profiles_in_pool if p.tensor_layers]

@@ -187,11 +187,7 @@ def _apart(entry: ModelThroughput, name: str) -> float | None:
 def _known_prices(
     markets: Sequence[Market], at: str | None, known: Collection[str]
 ) -> dict[str, list[DevicePrice]]:
-    """List the prices of known device types, spelled as these are; case does not matter.
-
-    Raises:
-        ProblemError: There are none.
-    """
+    """List the prices of known device types, spelled as these are; case does not matter."""
     spelling = {name.lower(): name for name in known}
     all_of_them = all_prices(markets, at)
     found: dict[str, list[DevicePrice]] = {}
@@ -368,13 +364,8 @@ def plan_of_choice(
 def _plan_of_all(
     profiles: Sequence[Profile], devices: Mapping[str, int], batch_size: int
 ) -> Plan | None:
-    """Find the best plan on the devices; None if it does not use them all.
-
-    A plan that leaves devices unused belongs to the choice without these devices.
-
-    Raises:
-        BackendError: The solver's plan fails its check, which is a bug.
-    """
+    """Find the best plan on the devices; None if it does not use them all."""
+    # A plan that leaves devices unused belongs to the choice without these devices.
     pool = Cluster.parse(",".join(f"{number}x{name}" for name, number in devices.items()))
     try:
         problem = split_problem(Problem(profiles, pool, batch_size))

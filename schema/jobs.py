@@ -235,10 +235,8 @@ class Throughputs(Shown):
 
 
 def _refuse_contradictions(pairs: tuple[PairThroughput, ...]) -> None:
-    """Refuse a pair that is listed in both orders with different rates.
-
-    Measured tables list both orders, so a consistent second entry is allowed.
-    """
+    """Refuse a pair that is listed in both orders with different rates."""
+    # Measured tables list both orders, so a consistent second entry is allowed.
     seen: dict[tuple[str, str, int, str], tuple[float, float]] = {}
     for pair in pairs:
         a, b = pair.models

@@ -222,12 +222,10 @@ class LaunchConfig:
             raise ProblemError(f"virtual nodes hold {total} samples, not {self.global_batch_size}")
 
     def kept(self, rank: int) -> range:
-        """The ranks whose shares a worker keeps: with ``redundancy`` also a neighbour's.
-
-        Workers are pairs, 0 and 1, 2 and 3, and so on, and each keeps both shares. The last three
-        of an odd number are a row, of which the middle one keeps all. So what a worker keeps is
-        one piece.
-        """
+        """The ranks whose shares a worker keeps: with ``redundancy`` also a neighbour's."""
+        # Workers are pairs, 0 and 1, 2 and 3, and so on, and each keeps both shares. The last
+        # three of an odd number are a row, of which the middle one keeps all. So what a worker
+        # keeps is one piece.
         last = self.world_size - 1
         if not self.redundancy or not last:
             return range(rank, rank + 1)

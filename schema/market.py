@@ -191,11 +191,9 @@ class Market:
             seen.add(history.title)
 
     def instance_type_of(self, history: PriceHistory) -> InstanceType | None:
-        """Return the instance type of a price history; None if the market does not describe it.
-
-        An instance type without a cloud or a region matches all of them; one that names them comes
-        before it.
-        """
+        """Return the instance type of a price history; None if the market does not describe it."""
+        # An instance type without a cloud or a region matches all of them; one that names them
+        # comes before it.
         name = history.instance_type
         found = [one for one in self.instance_types if one.name == name and _is_of(history, one)]
         named = [(one.cloud is not None) + (one.region is not None) for one in found]

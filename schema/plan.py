@@ -687,11 +687,9 @@ class Plan(Shown, _Staged):
 
     @property
     def kind(self) -> Literal["split", "pipeline", "parallel"]:
-        """What the structure makes of it, and so which of the planners' costs it is judged by.
-
-        One stage over a whole model is a split. A plan of single devices whose stages were priced
-        as a chain's (``stage_cost``) is a pipeline.
-        """
+        """What the structure makes of it, and so which of the planners' costs it is judged by."""
+        # One stage over a whole model is a split. A plan of single devices whose stages were
+        # priced as a chain's (``stage_cost``) is a pipeline.
         if not self.layers:
             return "split"
         return "parallel" if self.stage_cost is None else "pipeline"

@@ -632,11 +632,9 @@ class Profile(Shown):
 
     @property
     def only_batch_size(self) -> int | None:
-        """The one batch size that was measured, where measuring ended before it tried a second.
-
-        None if there are several sizes, or if the user stated this one, or if a second one was too
-        large for the memory.
-        """
+        """The one batch size that was measured, where measuring ended before it tried a second."""
+        # None if there are several sizes, or if the user stated this one, or if a second one was
+        # too large for the memory.
         stopped = (self.provenance or {}).get("curve_stopped")
         if len(self.batch_curve) > 1 or stopped not in ENDED_EARLY:
             return None

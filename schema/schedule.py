@@ -373,10 +373,8 @@ class ScheduleTraits:
 
     @property
     def channels_between(self) -> int:
-        """Most channels between two workers: activations one way and gradients the other.
-
-        Where a device holds several stages, two workers may be each other's next.
-        """
+        """Most channels between two workers: activations one way and gradients the other."""
+        # Where a device holds several stages, two workers may be each other's next.
         return 2 if self.placement == "line" else 4
 
     @property

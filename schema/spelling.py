@@ -5,10 +5,8 @@ from collections.abc import Iterable
 
 
 def whole_number(text: str) -> int | None:
-    """Read a whole number of at most 18 ASCII digits; None for any other text.
-
-    ``str.isdigit`` also takes digits that ``int`` refuses, and numbers of any length.
-    """
+    """Read a whole number of at most 18 ASCII digits; None for any other text."""
+    # ``str.isdigit`` also takes digits that ``int`` refuses, and numbers of any length.
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 

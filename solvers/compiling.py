@@ -20,13 +20,11 @@ def can_compile() -> bool:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of scalars and arrays; once for all processes that share a cache.
-
-    Sums are added up in the order written and products are not fused with them, so that the digits
-    are those of numpy. Numba's cache notices changes of the function's own file only. So what other
-    files define is passed as an argument, and functions do not call themselves (cached, that
-    crashes).
-    """
+    """Compile a function of scalars and arrays; once for all processes that share a cache."""
+    # Sums are added up in the order written and products are not fused with them, so that the
+    # digits are those of numpy. Numba's cache notices changes of the function's own file only. So
+    # what other files define is passed as an argument, and functions do not call themselves
+    # (cached, that crashes).
     from numba import njit
 
     try:

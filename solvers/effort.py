@@ -53,10 +53,8 @@ class Effort:
     most_limits: int = 24
 
     def until(self, should_stop: Callable[[], bool]) -> "Effort":
-        """A search that the caller ends, instead of its work.
-
-        What one table may cost stays as it is: it bounds the memory.
-        """
+        """A search that the caller ends, instead of its work."""
+        # What one table may cost stays as it is: it bounds the memory.
         return replace(
             self,
             should_stop=should_stop,

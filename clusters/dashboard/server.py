@@ -173,11 +173,7 @@ class _States:
         self._made: dict[str, tuple[float, bytes]] = {}
 
     def json(self, window: str) -> bytes:
-        """The state for one of ``WINDOWS``.
-
-        Raises:
-            HetflowError: It cannot be read.
-        """
+        """The state for one of ``WINDOWS``."""
         with self._lock:
             made, text = self._made.get(window, (-1e9, b""))
             if time.monotonic() - made > _FRESH_SECONDS:
@@ -326,11 +322,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _is_ours(hosts: list[str], names: set[str]) -> bool:
-    """Whether a request's Host is this address by its own name or as an IP address.
-
-    A name of somebody else's can point here; an IP address cannot point anywhere else. The port may
-    differ: that of a tunnel.
-    """
+    """Whether a request's Host is this address by its own name or as an IP address."""
+    # A name of somebody else's can point here; an IP address cannot point anywhere else. The port
+    # may differ: that of a tunnel.
     found = _HOST.fullmatch(hosts[0].lower()) if len(hosts) == 1 else None
     if found is None:
         return False

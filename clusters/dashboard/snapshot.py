@@ -167,10 +167,8 @@ def snapshot(store: ClusterStore, *, now: float, window_seconds: float | None) -
 
 
 def _turns(store: ClusterStore, since: float) -> tuple[list[Row], int]:
-    """Leases that held devices after a time, open ones first, then the last to end.
-
-    If some are left out, one more is there, the first of these; and how many they are.
-    """
+    """Leases that held devices after a time, open ones first, then the last to end."""
+    # If some are left out, one more is there, the first of these; and how many they are.
     what = "FROM leases WHERE started IS NOT NULL AND (ended IS NULL OR ended > ?)"
     rows = store.rows(
         f"SELECT job, number, devices, state, started, trained, ended, launch {what} "  # noqa: S608

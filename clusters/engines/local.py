@@ -209,13 +209,8 @@ class LocalEngine:
 
 
 def _accelerators(pool: Cluster) -> Mapping[str, tuple[str, str]]:
-    """The kind, and torch's name, of the pool's devices that are not this host's processors.
-
-    Asked of a process of its own: a scheduler that runs for weeks holds no device.
-
-    Raises:
-        ProblemError: This host has fewer of a type.
-    """
+    """The kind, and torch's name, of the pool's devices that are not this host's processors."""
+    # Asked of a process of its own: a scheduler that runs for weeks holds no device.
     wanted = {
         name: count
         for name, count in pool.num_devices.items()

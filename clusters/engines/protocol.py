@@ -210,10 +210,8 @@ def private(path: str, flags: int) -> int:
 
 
 def write_atomically(path: Path, document: Any) -> None:
-    """Write JSON so that a reader, or a crash, never sees half of it, and its owner alone reads it.
-
-    A job's environment is in it.
-    """
+    """Write JSON that no reader, nor a crash, ever sees half of; its owner alone reads it."""
+    # A job's environment is in it.
     making = path.with_name(f".{path.name}.{os.getpid()}")
     making.unlink(missing_ok=True)
     handle = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

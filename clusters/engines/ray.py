@@ -220,11 +220,7 @@ def _environment() -> dict[str, str]:
 
 
 def _connected() -> Any:
-    """Ray, connected to a cluster.
-
-    Raises:
-        ProblemError: It is not installed, or no cluster is there.
-    """
+    """Ray, connected to a cluster."""
     try:
         import ray
         import ray.util.scheduling_strategies

@@ -17,11 +17,9 @@ class LeaseActor:
     def __init__(
         self, folder: str, document: Mapping[str, object], environment: Mapping[str, str]
     ) -> None:
-        """Hold the devices, and run the lease unless it was claimed before.
-
-        That begins here, not by a call: Ray keeps what makes an actor, but forgets the calls of a
-        scheduler that was killed.
-        """
+        """Hold the devices, and run the lease unless it was claimed before."""
+        # That begins here, not by a call: Ray keeps what makes an actor, but forgets the calls of
+        # a scheduler that was killed.
         self._folder = Path(folder)
         self._leases = HostLeases(stopped_with_parent())
         self._own = ray.get_runtime_context().current_actor

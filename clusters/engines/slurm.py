@@ -413,12 +413,7 @@ def _number_of(queue: Mapping[str, list[tuple[str, str]]], folder: Path) -> str 
 
 
 def _slurm(*command: str) -> str:
-    """Run a command of Slurm's; its output.
-
-    Raises:
-        SlurmUnreachableError: The controller does not answer.
-        ProblemError: The command is not here, or fails.
-    """
+    """Run a command of Slurm's; its output."""
     # These change what is printed, or for whom.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")

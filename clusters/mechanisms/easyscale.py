@@ -223,11 +223,7 @@ class TentativeHoldings:
         return (one.rate(self.held[one.id]) - after) / one.full_rate
 
     def accept(self) -> None:
-        """Accept proposals, the best first, until there is none.
-
-        A job's best proposal gets no better while others are accepted. So it is looked for again
-        only when it is the best of all and does not fit any more.
-        """
+        """Accept proposals, the best first, until there is none."""
         # Nothing is free: no proposal can be accepted.
         if not any(left > 0 for left in self.free):
             return
@@ -307,10 +303,7 @@ class TentativeHoldings:
         )  # fmt: skip
 
     def _mixed_start(self, one: Bidder, place: int) -> _Proposal | None:
-        """A first plan on several types, where none has enough: what its faster types have first.
-
-        It has as few devices as the job can run on.
-        """
+        """A first plan on several types, the fastest first, where none has enough devices."""
         found: _Proposal | None = None
         for server in dict.fromkeys(stock.server for stock in self.stocks):
             here = [s for s, stock in enumerate(self.stocks)

@@ -91,10 +91,8 @@ def _by_weight(claims: Sequence[Claim], free: int) -> list[int]:
 
 
 def _above_least(claims: Sequence[Claim], order: Sequence[int], free: int) -> list[int]:
-    """Fair shares, each at least the job's least number, or 0 where that does not fit.
-
-    ``order`` lists places, those that come first where not all fit.
-    """
+    """Fair shares, each at least the job's least number, or 0 where that does not fit."""
+    # ``order`` lists places, those that come first where not all fit.
     shares, left, reserved = [0] * len(claims), free, 0
     open_ = set[int]()
     for i in order:

@@ -201,10 +201,8 @@ class ClusterPool:
         return rates
 
     def apart_rate(self, job: Job) -> Floats:
-        """Steps per second with the devices on separate servers, by type (thesis 5.3.1).
-
-        Where they are not known, those of consolidated devices.
-        """
+        """Steps per second with the devices on separate servers, by type (thesis 5.3.1)."""
+        # Where they are not known, those of consolidated devices.
         entry = self._entries[job.model, job.scale_factor]
         return self._apart(entry, self.rate(job)[: len(self.types)])
 
@@ -216,10 +214,8 @@ class ClusterPool:
         return np.where(np.isnan(known) | (rate == 0), rate, known)
 
     def rate_per_device(self, job: Job) -> tuple[float, ...]:
-        """C_i: mini-batches per second of one of the job's workers on each type.
-
-        An elastic job needs no ``scale_factor`` devices of one type, so a small type counts too.
-        """
+        """C_i: mini-batches per second of one of the job's workers on each type."""
+        # An elastic job needs no ``scale_factor`` devices of one type, so a small type counts too.
         self.rate(job)
         known = self._entries[job.model, job.scale_factor].steps_per_second
         return tuple(known.get(name, 0.0) for name in self.types)
@@ -359,10 +355,8 @@ class Active:
             self._count(kind, 1)
 
     def only(self, places: Ints) -> "Active":
-        """A copy with the jobs at some places alone, for a policy to look at.
-
-        ``present`` counts all jobs all the same: t^isolated is about 1/n of the cluster.
-        """
+        """A copy with the jobs at some places alone, for a policy to look at."""
+        # ``present`` counts all jobs all the same: t^isolated is about 1/n of the cluster.
         part = copy.copy(self)
         kept = places.tolist()
         part.jobs = [self.jobs[place] for place in kept]

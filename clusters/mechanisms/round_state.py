@@ -168,11 +168,7 @@ def choose_combinations(
 
 
 def _extend(active: Active, chosen: Chosen, idle: Ints) -> None:
-    """Let jobs, in the order chosen, hold leftover devices of other types too (VirtualFlow 6.5.2).
-
-    Each takes the mix on which it is fastest among those that add only idle devices to what it
-    holds.
-    """
+    """Let jobs, in the order chosen, hold leftover devices of other types (VirtualFlow 6.5.2)."""
     pool = active.pool
     for place, job in enumerate(chosen.first.tolist()):
         column = int(chosen.column[place])
@@ -225,11 +221,9 @@ class RoundRules:
 
     @property
     def head_start_seconds(self) -> float:
-        """What every job counts as having received at an allocation: half a round.
-
-        Else f = 0, and a job with next to no share goes before one with a large share that has
-        had its first round.
-        """
+        """What every job counts as having received at an allocation: half a round."""
+        # Else f = 0, and a job with next to no share goes before one with a large share that has
+        # had its first round.
         return self.round_seconds / 2.0
 
 
@@ -284,11 +278,9 @@ class RoundState:
         self.changed = True
 
     def see(self, up: Ints) -> bool:
-        """Note which devices work [types]; whether these are others than before.
-
-        What changed is a reason to allocate anew.
-        """
+        """Note which devices work [types]; whether these are others than before."""
         # Policies know what they solved by this very array: it is replaced only where it changes.
+        # What changed is a reason to allocate anew.
         if not (up != self.up).any():
             return False  # the same array, by which policies know what they solved
         self.up = self.active.capacity = up

@@ -191,12 +191,10 @@ def ratios_of(store: ClusterStore, kind: str) -> Ratios:
 
 
 def ratio_on(ratios: Ratios, types: Iterable[str]) -> float:
-    """Measured over predicted speed on some types; 1 where nothing is known.
-
-    A type that was not measured gets the median of those that were: a type is judged better than
-    another than by the profile only when both were measured. On types that were not measured
-    together the slowest one counts: a step ends with it.
-    """
+    """Measured over predicted speed on some types; 1 where nothing is known."""
+    # A type that was not measured gets the median of those that were: a type is judged better than
+    # another than by the profile only when both were measured. On types that were not measured
+    # together the slowest one counts: a step ends with it.
     names = sorted(set(types))
     known = ratios.get(_name(names))
     if known is not None or not ratios:

@@ -239,10 +239,8 @@ def begin(store: ClusterStore, lease: Lease, now: float) -> None:
 
 
 def forget_future(store: ClusterStore, now: float) -> None:
-    """Take what open leases say of later times for now: a clock was set back.
-
-    Not of resizes: the names of their requests are made of these times.
-    """
+    """Take what open leases say of later times for now: a clock was set back."""
+    # Not of resizes: the names of their requests are made of these times.
     columns = ("planned", "started", "began", "trained", "credited", "stop_asked")
     for column in columns:
         store.run(
@@ -404,12 +402,7 @@ def fate_of(store: ClusterStore, engine: Engine, lease: Lease) -> Ended | None:
 
 
 def _record(path: Path) -> RunRecord:
-    """Read a run's record, which its user may have put anything in the place of.
-
-    Raises:
-        HetflowError: It is no record.
-        OSError: It is not there, or a link.
-    """
+    """Read a run's record, which its user may have put anything in the place of."""
     # No link, no pipe that blocks, nothing of unlimited size: the folder is the user's.
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as stream:
@@ -594,11 +587,7 @@ def due(open_leases: Sequence[Lease]) -> Due:
 
 
 def _in_circles(waiting: Mapping[int, set[int]]) -> list[int]:
-    """One job of each circle of jobs that wait for each other: the last submitted.
-
-    Args:
-        waiting: The jobs that each one waits for. Those that are not named wait for nobody.
-    """
+    """One job of each circle of jobs that wait for each other: the last submitted."""
     left, found = dict(waiting), list[int]()
     while left:
         # Whoever waits only for jobs that do not wait comes to its turn.

@@ -120,12 +120,10 @@ class Scheduler:
         return state
 
     def _take_up_pool(self) -> None:
-        """Go on in the pool as it is known now.
-
-        A policy sees new rates when it next shares the pool: if it shared anew for these alone, the
-        time that jobs received would be counted from the start again and again.
-        """
+        """Go on in the pool as it is known now."""
         # Through its stored form, which knows columns by name: mixes may have come or gone.
+        # A policy sees new rates when it next shares the pool: if it shared anew for these alone,
+        # the time that jobs received would be counted from the start again and again.
         self._state = resumed(stored(self._state), self._known.pool())
 
     def tick(self, now: float) -> None:
@@ -467,10 +465,8 @@ class Scheduler:
             self._has_news = True
 
     def _hold_oversized(self, now: float) -> None:
-        """Hold jobs that the policy before let in, and this one cannot; those that run save first.
-
-        Otherwise the policy would fail in every round, and no job would ever move.
-        """
+        """Hold jobs that the policy before let in and this one cannot; who runs saves first."""
+        # Otherwise the policy would fail in every round, and no job would ever move.
         found = {
             int(job.id): why
             for job in self._state.active.jobs
@@ -589,11 +585,9 @@ class Scheduler:
             self._save()
 
     def _plan_next(self, open_: Sequence[Lease], found: dict[int, Seat], now: float) -> None:
-        """Renew leases; plan the next one of each job that gets other devices, or some at last.
-
-        A running lease beside a planned one is resized, and a stopping one makes room for it.
-        """
+        """Renew leases; plan the next one of each job that gets other devices, or some at last."""
         # A launch that is asked to stop is no longer counted on.
+        # A running lease beside a planned one is resized, and a stopping one makes room for it.
         started = [lease for lease in open_ if lease.goes_on]
         renewed = {
             lease.job
@@ -633,10 +627,8 @@ class Scheduler:
         return self._engine.can_resize(held, wanted)
 
     def _act(self, now: float) -> None:
-        """Start leases whose devices are free, and pursue those that have to end.
-
-        What fails is raised when all the others are done.
-        """
+        """Start leases whose devices are free, and pursue those that have to end."""
+        # What fails is raised when all the others are done.
         trouble: FileError | OSError | None = None
         for act in self._due_acts(now):
             try:
@@ -671,11 +663,7 @@ class Scheduler:
             )
 
     def _ask(self, lease: Lease, devices: Sequence[str], now: float) -> None:
-        """Ask a launch to go over to devices that are free; ask again where it may not have been.
-
-        Raises:
-            FileError: The request, or the state, cannot be written.
-        """
+        """Ask a launch to go over to free devices; again where it may not have been asked."""
         try:
             config = leases.resized_config(self._store, lease, self._plan(lease.job, devices))
         except HetflowError as error:

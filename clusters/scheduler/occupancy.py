@@ -169,10 +169,8 @@ class Rests:
         self._resting: frozenset[str] = frozenset()
 
     def begin(self, server: str, now: float) -> float:
-        """Let a server rest; for how many seconds more it does.
-
-        Launches that fail together count once.
-        """
+        """Let a server rest; for how many seconds more it does."""
+        # Launches that fail together count once.
         until, seconds = self._rests.get(server, (-1e18, 0.0))
         if now >= until:
             recent = now - until <= LONGEST_SECONDS

@@ -81,11 +81,9 @@ def _pool(devices: Mapping[str, int]) -> str:
 
 
 def may_mix(asked: Submission, types: Collection[str]) -> bool:
-    """Whether its level of determinism lets a job hold several of these types at once.
-
-    The levels static and elastic hold on one type (EasyScale 3.3); emulated types of one base are
-    one type. Throughputs are of one type alone. Where profiles are gone nobody knows.
-    """
+    """Whether its level of determinism lets a job hold several of these types at once."""
+    # The levels static and elastic hold on one type (EasyScale 3.3); emulated types of one base
+    # are one type. Throughputs are of one type alone. Where profiles are gone nobody knows.
     if asked.profiles is None:
         return False
     if asked.level in ("none", "heterogeneous"):
@@ -224,11 +222,7 @@ def rates_of(
 def _throughput_with(
     asked: Submission, number: int, num_devices: Mapping[str, int]
 ) -> ModelThroughput:
-    """Steps per second with so many devices of each type.
-
-    Raises:
-        InfeasibleError: No type of the cluster can run it with so many.
-    """
+    """Steps per second with so many devices of each type."""
     types = _types_of(asked, num_devices)
     rates: dict[str, float] = {}
     obstacles = []

@@ -238,11 +238,7 @@ def machines_for(
 
 
 def _machines_alike(plans: Sequence[Plan], pool: Cluster) -> Cluster:
-    """A server for each machine, which has the devices of the plan for one.
-
-    Raises:
-        ProblemError: A plan is for other devices than those of so many machines.
-    """
+    """A server for each machine, which has the devices of the plan for one."""
     machine = plans[0].devices_by_type
     for number, plan in enumerate(plans, start=1):
         if plan.devices_by_type != {kind: number * each for kind, each in machine.items()}:
@@ -334,10 +330,7 @@ class Agent:
         return max(seconds, 0.0)
 
     def _take_over(self) -> None:
-        """Go on after an agent that was killed: its launch ended with it, and is paid for a tick.
-
-        Nobody saw when. It was paid until the last note in the record.
-        """
+        """Go on after an agent that was killed: its launch ended with it, and is paid a tick."""
         # The launch of an agent that was killed: it is asked to end before anything else is
         # rented.
         last_launch = self.training.folder / LAUNCHES / str(self.record.num_launches)

@@ -378,11 +378,7 @@ class Group:
 
 
 def _check_above(folder: Path) -> None:
-    """Refuse a folder that another user could put a different one in the place of.
-
-    Raises:
-        ProblemError: It is in such a place.
-    """
+    """Refuse a folder that another user could put a different one in the place of."""
     for above in folder.resolve().parents:
         found = above.stat()
         is_open = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
@@ -401,12 +397,7 @@ def _name_of(uid: int) -> str:
 
 
 def _received(connection: socket.socket, most: int, until: float) -> bytes:
-    """All that is sent until the other side says that this is all.
-
-    Raises:
-        ProblemError: It is more than that.
-        OSError: It takes too long.
-    """
+    """All that is sent until the other side says that this is all."""
     parts: list[bytes] = []
     size = 0
     while True:

@@ -232,11 +232,7 @@ class _Steady:
     """
 
     def __init__(self, make: Callable[[], Scheduler], say: Callable[[str], None]) -> None:
-        """Begin.
-
-        Raises:
-            HetflowError: As ``make``.
-        """
+        """Begin."""
         self._make, self._say = make, say
         self._scheduler: Scheduler | None = make()
         self._said = ""

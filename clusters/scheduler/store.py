@@ -334,11 +334,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _begin(folder: Path) -> None:
-    """Make the file of a new state under another name, and rename it once it is complete.
-
-    Raises:
-        FileError: It cannot be written.
-    """
+    """Make the file of a new state under another name, and rename it once it is complete."""
     path, made = folder / FILE, None
     try:
         handle, made = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")

@@ -375,12 +375,10 @@ def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
 
 @contextmanager
 def _later_interrupts() -> Iterator[None]:
-    """Delay ctrl-C while an executor starts: in the middle of its start it cannot be shut down.
-
-    Processes that are started meanwhile ignore it; their parent ends them. Blocking the
-    signal in this thread is not enough: a thread of a library (numpy's) may take it instead, and
-    Python then interrupts the main thread all the same.
-    """
+    """Delay ctrl-C while an executor starts: in the middle of its start it cannot be shut down."""
+    # Processes that are started meanwhile ignore it; their parent ends them. Blocking the signal
+    # in this thread is not enough: a thread of a library (numpy's) may take it instead, and Python
+    # then interrupts the main thread all the same.
     if threading.current_thread() is not threading.main_thread():
         yield  # Python interrupts only the main thread
         return

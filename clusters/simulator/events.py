@@ -230,10 +230,7 @@ class EventCluster:
             self.outcomes.append(self._outcome(entry))
 
     def resize(self, entry: Entry, counts: Counts) -> None:
-        """Give a job other devices; unless it just starts, it stops for what that costs.
-
-        That is ``restart_seconds`` where it held none, else ``resize_seconds``.
-        """
+        """Give a job other devices; unless it just starts, it stops for what that costs."""
         if counts == entry.counts:
             return
         if any(counts) and entry.started is None:

@@ -270,10 +270,8 @@ class _Run:
 
     @property
     def _last_price(self) -> Floats:
-        """Of each spot offer, the price that was last posted for it; infinite of others.
-
-        Nobody waits for what had no price so far.
-        """
+        """Of each spot offer, the price that was last posted for it; infinite of others."""
+        # Nobody waits for what had no price so far.
         prices = self.prices
         table = prices.dollars_per_second if prices.posted is None else prices.posted
         before = np.isfinite(table[: self.stretch + 1])
@@ -422,10 +420,8 @@ class _Run:
         return np.where(np.isfinite(score[number, chosen]), chosen, held)
 
     def _mixed_dollars(self, places: Ints, launch: Floats) -> Floats:
-        """Dollars of each offer now and the fastest that stays later, just in time [jobs, offers].
-
-        Infinite where that does not go, or there is no deadline.
-        """
+        """Dollars of each offer now and, just in time, of the fastest that stays [jobs, offers]."""
+        # Infinite where that does not go, or there is no deadline.
         active, restart = self.active, self.options.restart_seconds
         rate, left = active.rate[places], active.left[places][:, None]
         safe = np.where(self.safe & np.isfinite(self._price), rate, 0.0)
@@ -440,11 +436,9 @@ class _Run:
         return np.where(goes & np.isfinite(dollars), dollars, inf)
 
     def _slack(self, places: Ints) -> Floats:
-        """Seconds until only machines that stay would still end a job in time [jobs].
-
-        Infinite without a deadline, of a job that ends in time on such a machine that it holds, and
-        where there is none.
-        """
+        """Seconds until only machines that stay would still end a job in time [jobs]."""
+        # Infinite without a deadline, of a job that ends in time on such a machine that it holds,
+        # and where there is none.
         active = self.active
         safe = self.safe & np.isfinite(self._price)
         rate = np.where(safe, active.rate[places], 0.0).max(axis=1)

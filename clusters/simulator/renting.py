@@ -447,11 +447,9 @@ def _ranges(job: RentJob, history: Sequence[Traces]) -> list[tuple[float, float]
 
 
 def _past_windows(traces: Sequence[Traces], job: RentJob) -> list[Window]:
-    """Windows of a history that are known throughout, an eighth of a window apart.
-
-    Where there are more than 100, as many of them, evenly spread; 20 where prices move, as each
-    price has a program of its own.
-    """
+    """Windows of a history that are known throughout, an eighth of a window apart."""
+    # Where there are more than 100, as many of them, evenly spread; 20 where prices move, as each
+    # price has a program of its own.
     ticks = job.num_ticks
     moves = any(one.spot_dollars_per_hour is not None for one in traces)
     most = _MOST_PAST_MOVING if moves else _MOST_PAST

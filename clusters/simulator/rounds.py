@@ -587,17 +587,7 @@ def _finish(
     left: Floats, rate: Floats, alone: Floats, lost: Floats, partner: Floats, own: Floats,
     length: Floats,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Seconds and steps of a job whose partner leaves after ``partner`` seconds.
-
-    Args:
-        left: Steps to run.
-        rate: Steps per second while the partner is there.
-        alone: Steps per second afterwards.
-        lost: Seconds that a restart takes first.
-        partner: When the partner ends at its pair's rate.
-        own: When this job would.
-        length: Seconds of the round.
-    """
+    """Seconds and steps of a job whose partner leaves after ``partner`` seconds."""
     # Until the first of: the partner's end, its own, the round's.
     together = np.minimum(np.minimum(partner, own), length)
     shared = np.minimum(rate * np.maximum(together - lost, 0.0), left)

@@ -119,11 +119,7 @@ def _published(data: Any, path: Path, options: TraceOptions) -> Market:
 
 
 def _are_counts(data: dict[str, Any], path: Path, options: TraceOptions) -> bool:
-    """Whether values are numbers of instances, and not 1 where machines are preempted.
-
-    Raises:
-        FileError: They may be either, and nobody says which; or the statement cannot be so.
-    """
+    """Whether values are numbers of instances, and not 1 where machines are preempted."""
     is_cut = "original_trace" in data
     if not is_cut and any(isinstance(tick, int) and tick > 1 for tick in data["data"]):
         if options.values == "preempted":

@@ -213,17 +213,7 @@ def _refuse(name: str, faults: list[str]) -> None:
 def _rows(
     path: Path | Table, columns: dict[str, Column], *, required: tuple[str, ...], faults: list[str]
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the lines of a table, numbered, as typed values; empty cells are left out.
-
-    Args:
-        path: The CSV file, or the table.
-        columns: Name and type of every allowed column.
-        required: Names of the columns that must have a value in each line.
-        faults: Faults of lines are appended here; such a line is not yielded.
-
-    Raises:
-        FileError: The file is no CSV, or its first line does not name these columns.
-    """
+    """Yield the lines of a table, numbered, as typed values; empty cells are left out."""
     name = _name_of(path)
     names, lines = csv_lines(path) if isinstance(path, Path) else lines_of(path)
     _check_header(name, names, columns, required)

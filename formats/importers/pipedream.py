@@ -86,12 +86,10 @@ def _number(text: str, field: str, where: str) -> float:
 
 
 def without_placeholders(graph: LayerGraph) -> LayerGraph:
-    """Drop the nodes that PipeDream's optimizer drops before it cuts a graph.
-
-    First, sources that only stand for the input (their op starts with ``Input``; their time is
-    that of loading data). Then, sinks that pick one output of a layer and feed nothing
-    (``__getitem__``). Each rule is applied once.
-    """
+    """Drop the nodes that PipeDream's optimizer drops before it cuts a graph."""
+    # First, sources that only stand for the input (their op starts with ``Input``; their time is
+    # that of loading data). Then, sinks that pick one output of a layer and feed nothing
+    # (``__getitem__``). Each rule is applied once.
     targets = {target for _, target in graph.edges}
     graph = _drop(
         graph, {n.id for n in graph.nodes if n.id not in targets and n.op.startswith("Input")}

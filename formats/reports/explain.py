@@ -180,11 +180,9 @@ def _whole_model_remarks(plan: Plan) -> Iterator[str]:
 
 
 def _ratio_remarks(plan: Plan) -> Iterator[str]:
-    """How much the shares of estimated types may cost.
-
-    Where a type with the share w of the batch is r slower, the step takes 1 + r times as long. The
-    best split's takes 1 / (1 - w + w / (1 + r)) times as long, so r (1 - w) is lost.
-    """
+    """How much the shares of estimated types may cost."""
+    # Where a type with the share w of the batch is r slower, the step takes 1 + r times as long.
+    # The best split's takes 1 / (1 - w + w / (1 + r)) times as long, so r (1 - w) is lost.
     samples = Counter[str]()
     for group in plan.groups:
         samples[group.device_type] += group.num_devices * group.device_batch_size

@@ -142,11 +142,9 @@ def new_figure(*, height_inches: float = 4.0) -> "Figure":
 
 
 def log_axis(axes: Any, which: Literal["x", "y"]) -> None:
-    """Make an axis of drawn data logarithmic, with plain numbers.
-
-    They stand at 1, 2 and 5 times powers of ten, where these are many at powers of ten only, and
-    evenly where they are few.
-    """
+    """Make an axis of drawn data logarithmic, with plain numbers."""
+    # They stand at 1, 2 and 5 times powers of ten, where these are many at powers of ten only, and
+    # evenly where they are few.
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")

@@ -381,11 +381,9 @@ def to_text(schedule: Schedule) -> tuple[str, ...]:
 
 
 def is_overlapped(operations: Sequence[Operation], at: int) -> bool:
-    """Whether a pass forms an overlapped pair with the pass right before it.
-
-    It does if its gradient is received before the other pass starts, or if the other's result is
-    sent only after it.
-    """
+    """Whether a pass forms an overlapped pair with the pass right before it."""
+    # It does if its gradient is received before the other pass starts, or if the other's result is
+    # sent only after it.
     if at == 0:
         return False
     before, operation = operations[at - 1], operations[at]

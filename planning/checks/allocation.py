@@ -92,10 +92,8 @@ def _lacks(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def _times(allocation: Allocation, pool: Pool) -> list[str]:
-    """Check constraints 5.1 (which the schema checks too) and 5.2.
-
-    Also, a job may spend no time on a column on which its throughput is 0.
-    """
+    """Check constraints 5.1 (which the schema checks too) and 5.2."""
+    # Also, a job may spend no time on a column on which its throughput is 0.
     spent: dict[str, list[float]] = defaultdict(list)
     faults = []
     for name, shares in allocation.x.items():
@@ -176,10 +174,8 @@ def _floors(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def _budget(allocation: Allocation, pool: Pool) -> list[str]:
-    """Check the dollars spent until all jobs are done against the budget (thesis 6.4.3).
-
-    Skipped for agnostic policies, which see flat throughputs.
-    """
+    """Check the dollars spent until all jobs are done against the budget (thesis 6.4.3)."""
+    # Skipped for agnostic policies, which see flat throughputs.
     budget = pool.problem.budget_dollars
     if allocation.heterogeneity == "agnostic":
         return []
@@ -413,11 +409,7 @@ def usable_devices(allocation: Allocation, pool: Pool, idle: dict[str, float]) -
 
 
 def _movable(allocation: Allocation, pool: Pool) -> Floats:
-    """Return the fraction of its time that each job could move to each column and run faster.
-
-    Returns:
-        Fractions [jobs, columns]; 0 where the job does not run.
-    """
+    """Return the fraction of its time that each job could move to each column and run faster."""
     rates = pool.rates
     place = {name: row for row, name in enumerate(pool.jobs)}
     column = {name: number for number, name in enumerate(pool.columns)}

@@ -261,10 +261,8 @@ def _best(pool: Pool, name: str) -> float:
 
 
 def _ways(pool: Pool, name: str, low: float, high: float) -> Iterator[_Way]:
-    """Yield the corners of a job's feasible set with a cost from ``low`` to ``high``.
-
-    Costs are in dollars per hour.
-    """
+    """Yield the corners of a job's feasible set with a cost from ``low`` to ``high``."""
+    # Costs are in dollars per hour.
     needed = floor(pool, name)
     columns = [c for c in pool.columns if pool.rate(name, c) > 0]
     time = {c: needed / pool.rate(name, c) for c in columns}

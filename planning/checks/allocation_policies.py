@@ -252,10 +252,8 @@ class Pool:
         }
 
     def isolated(self, name: str) -> float:
-        """Return throughput(m, X^isolated) (thesis 5.4.2), in steps per second.
-
-        The job holds 1/n of the devices of every type, for a total time fraction of at most 1.
-        """
+        """Return throughput(m, X^isolated) (thesis 5.4.2), in steps per second."""
+        # The job holds 1/n of the devices of every type, for a total time fraction of at most 1.
         types, job = self.problem.num_devices, self.jobs[name]
         shares = {c: n / len(self.jobs) / job.scale_factor for c, n in types.items()}
         room = max(fsum(shares.values()), 1.0)

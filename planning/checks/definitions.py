@@ -16,11 +16,9 @@ from ...schema.schedule import traits
 
 
 def ring_seconds(num_bytes: float, num_members: int, bytes_per_second: float) -> float:
-    """Seconds of a ring all-reduce over n members, without latency.
-
-    In each hop every member sends 1/n of the bytes to the next one. n - 1 hops form the sums, and
-    n - 1 more distribute them.
-    """
+    """Seconds of a ring all-reduce over n members, without latency."""
+    # In each hop every member sends 1/n of the bytes to the next one. n - 1 hops form the sums,
+    # and n - 1 more distribute them.
     share_seconds = num_bytes / num_members / bytes_per_second
     return (num_members - 1) * share_seconds + (num_members - 1) * share_seconds
 
@@ -149,11 +147,9 @@ def reduce_seconds(
     num_replicas: int,
     bytes_per_second: float,
 ) -> float:
-    """Seconds of one ring all-reduce of a stage's gradients.
-
-    If all-reduces between devices of the type were measured, each hop has their latency and at most
-    their rate. The papers' stage costs use the link's bandwidth only.
-    """
+    """Seconds of one ring all-reduce of a stage's gradients."""
+    # If all-reduces between devices of the type were measured, each hop has their latency and at
+    # most their rate. The papers' stage costs use the link's bandwidth only.
     rate, latency = bytes_per_second, 0.0
     if problem.stage_cost == "ring" and pool.reduce_bytes_per_second is not None:
         latency = pool.reduce_latency_seconds
@@ -185,12 +181,10 @@ def microbatches_of_busiest(num_microbatches: int, num_replicas: int) -> int:
 def in_flight(
     schedule: str, workers_from_here: int, num_replicas: int, num_microbatches: int
 ) -> int:
-    """Most microbatches in flight on one replica of a stage (thesis 2.4.2, 3.2.1).
-
-    1F1B keeps one microbatch in flight for every worker from this stage on; the stage's replicas
-    take them in turn. GPipe starts all microbatches of a batch. A schedule that flushes has at most
-    one batch in flight.
-    """
+    """Most microbatches in flight on one replica of a stage (thesis 2.4.2, 3.2.1)."""
+    # 1F1B keeps one microbatch in flight for every worker from this stage on; the stage's replicas
+    # take them in turn. GPipe starts all microbatches of a batch. A schedule that flushes has at
+    # most one batch in flight.
     own = microbatches_of_busiest(num_microbatches, num_replicas)
     known = traits(schedule)
     if known.order == "forward-first":
@@ -242,13 +236,11 @@ def stage_seconds(
     num_replicas: int,
     all_reduce_seconds: float,
 ) -> float:
-    """The default stage cost: seconds per input in the steady state (docs/pipeline.md).
-
-    The maximum of the busiest replica's compute and updates in a step, and of the step's
-    all-reduces, divided by the inputs of a step. With a flush, the first round of inputs is not
-    counted, because it belongs to the pipeline's startup. PipeDream never flushes: its inputs are
-    dealt evenly, and it updates after each round.
-    """
+    """The default stage cost: seconds per input in the steady state (docs/pipeline.md)."""
+    # The maximum of the busiest replica's compute and updates in a step, and of the step's
+    # all-reduces, divided by the inputs of a step. With a flush, the first round of inputs is not
+    # counted, because it belongs to the pipeline's startup. PipeDream never flushes: its inputs
+    # are dealt evenly, and it updates after each round.
     count = problem.num_microbatches
     if problem.traits.updates_each_round:
         rounds = num_updates = count / num_replicas

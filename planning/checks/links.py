@@ -62,10 +62,8 @@ class JudgedLinks:
         self.kinds = kinds_of(problem.pool)
 
     def slowest(self) -> tuple[float | None, float]:
-        """Rate and latency of the slowest link that a split's ring may cross; None if unknown.
-
-        Stated links count, and in a server those that were measured between two types.
-        """
+        """Rate and latency of the slowest link that a split's ring may cross; None if unknown."""
+        # Stated links count, and in a server those that were measured between two types.
         rates, latency = [], 0.0
         for kind in self.kinds:
             rate, late = self._stated(kind)
@@ -143,10 +141,8 @@ class JudgedLinks:
         return (None, 0.0) if link is None else (link.bytes_per_second, link.latency_seconds)
 
     def _rate(self, kind: DevicePair) -> float:
-        """Bytes per second of a link: stated, else given by the user, else measured.
-
-        Infinity where nothing tells it, which no plan is made for.
-        """
+        """Bytes per second of a link: stated, else given by the user, else measured."""
+        # Infinity where nothing tells it, which no plan is made for.
         stated, _ = self._stated(kind)
         if stated is not None:
             return stated
@@ -182,10 +178,8 @@ class JudgedLinks:
         return min(found, key=lambda links: links.bytes_per_second, default=None)
 
     def _widths(self, name: str) -> list[tuple[Level, int]] | None:
-        """By level, how many parts of the level below each of its parts has; None if unlike.
-
-        Parts whose servers do not follow each other count as unlike: runs of devices cross them.
-        """
+        """By level, how many parts of the level below each of its parts has; None if unlike."""
+        # Parts whose servers do not follow each other count as unlike: runs of devices cross them.
         paths: list[tuple[Hashable, Hashable, Hashable]] = []
         devices = []
         for group in self._pool.servers:

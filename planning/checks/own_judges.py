@@ -94,10 +94,8 @@ def _own_per_dollar(allocation: Allocation, pool: Pool, name: str, reached: floa
 
 
 def _least_rho(certificate: Certificate, pool: Pool) -> float:
-    """Bound finish-time fairness (5.4.2): the rho at which the jobs' throughputs cost the pool.
-
-    At the prices, the throughputs that a smaller rho needs are worth more than the pool.
-    """
+    """Bound finish-time fairness (5.4.2): the rho at which the jobs' throughputs cost the pool."""
+    # At the prices, the throughputs that a smaller rho needs are worth more than the pool.
     alone = 0.0
     if not pool.problem.space_sharing:
         alone = max(finish_time_ratio(pool, name, pool.best(name)) for name in pool.jobs)
@@ -161,10 +159,9 @@ def _sum_of_ratios(_: Certificate, pool: Pool) -> float:
 
 
 def _ratio_under_slos(certificate: Certificate, pool: Pool) -> float:
-    """Bound the ratio N / D of throughput and dollars under SLOs by q + excess / least.
-
-    This holds if N - q D <= excess and D >= least for all allocations; q is the stated objective.
-    """
+    """Bound the ratio N / D of throughput and dollars under SLOs by q + excess / least."""
+    # This holds if N - q D <= excess and D >= least for all allocations; q is the stated
+    # objective.
     q = certificate.objective
     worth = {(m, c): 1.0 / pool.best(m) for m in pool.jobs for c in pool.columns}
     excess = priced_capacity(certificate, pool, worth, charge=q) - owed(certificate, pool)

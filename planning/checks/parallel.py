@@ -66,14 +66,12 @@ def _plan_faults(plan: Plan, problem: ParallelProblem) -> list[str]:
 
 
 def counted_step(plan: Plan, problem: ParallelProblem) -> float:
-    """Seconds of a step of 1F1B, counted from the problem.
-
-    Its passes and messages (``_passes_seconds``), then the slowest update and all-reduce.
-    Interleaved 1F1B with v chunks on each of p positions: v m + p - 1 passes of the slowest chunk,
-    and the messages of one microbatch there and back. Then follow the slowest update and all-reduce
-    of a position's chunks together. A message that takes longer than a third of a chunk's
-    passes counts for the rest of it in each of them.
-    """
+    """Seconds of a step of 1F1B, counted from the problem."""
+    # Its passes and messages (``_passes_seconds``), then the slowest update and all-reduce.
+    # Interleaved 1F1B with v chunks on each of p positions: v m + p - 1 passes of the slowest
+    # chunk, and the messages of one microbatch there and back. Then follow the slowest update and
+    # all-reduce of a position's chunks together. A message that takes longer than a third of a
+    # chunk's passes counts for the rest of it in each of them.
     held = [_held_with(plan, number) for number in range(plan.num_positions)]
     update = max(sum(_update(plan, problem, number) for number in own) for own in held)
     reduce = max(sum(_reduce(plan, problem, number) for number in own) for own in held)
@@ -87,14 +85,12 @@ def _stage_seconds(plan: Plan, problem: ParallelProblem, number: int) -> float:
 
 
 def _passes_seconds(plan: Plan, problem: ParallelProblem) -> float:
-    """Seconds of all passes of a step, and of the messages that they wait for.
-
-    All stages and messages once, for the first microbatch. Then m - 1 more follow, which takes the
-    longest of three: the passes of any stage; the messages of any link; round trips from a stage.
-    With k microbatches in flight there each k take one trip, and the rest pass its slowest place.
-    Or k take one, and each two others a trip to the next stage, which has k - 1 in flight.
-    Messages that are not hidden are a part of their stages.
-    """
+    """Seconds of all passes of a step, and of the messages that they wait for."""
+    # All stages and messages once, for the first microbatch. Then m - 1 more follow, which takes
+    # the longest of three: the passes of any stage; the messages of any link; round trips from a
+    # stage. With k microbatches in flight there each k take one trip, and the rest pass its
+    # slowest place. Or k take one, and each two others a trip to the next stage, which has k - 1
+    # in flight. Messages that are not hidden are a part of their stages.
     m, stages = plan.num_rounds, range(len(plan.stages))
     each = [_stage_seconds(plan, problem, number) for number in stages]
     if not problem.hides_messages:
@@ -206,12 +202,7 @@ def _held_with(plan: Plan, number: int) -> list[int]:
 
 
 def _most_in_flight(plan: Plan, kept: dict[int, float]) -> float:
-    """The most bytes of microbatches in flight that a device holds at once.
-
-    Args:
-        plan: Gives the schedule.
-        kept: Stage on the device -> bytes that it keeps for each microbatch.
-    """
+    """The most bytes of microbatches in flight that a device holds at once."""
     p = plan.num_positions
     if plan.num_model_chunks == 1:
         ((number, each),) = kept.items()
@@ -400,10 +391,8 @@ def _counted(plan: Plan, problem: ParallelProblem) -> Plan:
 
 
 def _bubble(plan: Plan, problem: ParallelProblem) -> float:
-    """Time to fill and drain the pipeline, over the time of the slowest stage's passes.
-
-    With equal chunks this is (p - 1) / (v m) (4.2.2), which interleaved plans state.
-    """
+    """Time to fill and drain the pipeline, over the time of the slowest stage's passes."""
+    # With equal chunks this is (p - 1) / (v m) (4.2.2), which interleaved plans state.
     if plan.num_model_chunks > 1:
         return (plan.num_positions - 1) / (plan.num_model_chunks * plan.num_rounds)
     stages = range(len(plan.stages))
@@ -508,11 +497,9 @@ def _passes(plan: Plan, problem: ParallelProblem, number: int) -> list[tuple[flo
 
 
 def _with_gathers(plan: Plan, problem: ParallelProblem, number: int) -> float:
-    """Seconds of a microbatch's passes on a stage, and of what they wait for of shared weights.
-
-    The forward pass gathers all repeated layers; the backward pass does so again, twice where it
-    recomputes them, and reduces their gradients. Nothing hides the gather of the first.
-    """
+    """Seconds of a microbatch's passes on a stage, and of what they wait for of shared weights."""
+    # The forward pass gathers all repeated layers; the backward pass does so again, twice where it
+    # recomputes them, and reduces their gradients. Nothing hides the gather of the first.
     if plan.shard is None:
         return _compute(plan, problem, number)
     _, layers = _shared_units(plan, problem, number)
@@ -536,10 +523,8 @@ def _shared_units(
 
 
 def _sent(plan: Plan, problem: ParallelProblem, number: int, units: Sequence[float]) -> float:
-    """Seconds in which the owners of some units send their parts of them, or get their sums.
-
-    Each of the d owners of a unit begins a message, and all parts cross the slowest link once.
-    """
+    """Seconds in which the owners of some units send their parts of them, or get their sums."""
+    # Each of the d owners of a unit begins a message, and all parts cross the slowest link once.
     owners = plan.stages[number].num_replicas
     return max(
         sum(owners * link.latency_seconds + unit / link.coefficients[0] for unit in units)
@@ -563,10 +548,8 @@ def _update(plan: Plan, problem: ParallelProblem, number: int) -> float:
 
 
 def _transfer(plan: Plan, problem: ParallelProblem, number: int) -> float:
-    """Seconds of a microbatch's messages: output to the next stage, gradient to the previous one.
-
-    Sailor's rule counts some messages twice.
-    """
+    """Seconds of a microbatch's messages: its output, and the gradient of its input."""
+    # Sailor's rule counts some messages twice.
     size, last = plan.microbatch_size, len(plan.stages) - 1
     if last == 0:
         return 0.0
@@ -592,11 +575,9 @@ def _link_seconds(plan: Plan, problem: ParallelProblem, number: int) -> float:
 
 
 def _message(plan: Plan, problem: ParallelProblem, stages: tuple[int, int], size: float) -> float:
-    """Seconds of a message between two stages, over the slowest link of and between their replicas.
-
-    Without scatter/gather, each device of a tensor-parallel group sends a full copy. If receiving
-    blocks, the message also costs the receiving stage the same time.
-    """
+    """Seconds of a message between two stages, over the slowest link of their replicas."""
+    # Without scatter/gather, each device of a tensor-parallel group sends a full copy. If
+    # receiving blocks, the message also costs the receiving stage the same time.
     slowest = 0.0
     for number in stages:
         for group in plan.stages[number].replicas:
@@ -633,10 +614,8 @@ def _curves_between(problem: ParallelProblem, types: set[str]) -> list[LinkCurve
 
 
 def _reduce(plan: Plan, problem: ParallelProblem, number: int) -> float:
-    """Seconds of a stage's sums: every byte goes round twice, or once where one replica gets it.
-
-    Where weights are shared: the rest, gathered and reduced once a step, and the last reduction.
-    """
+    """Seconds of a stage's sums: every byte goes round twice, or once where one replica gets it."""
+    # Where weights are shared: the rest, gathered and reduced once a step, and the last reduction.
     if plan.shard is not None:
         rest, layers = _shared_units(plan, problem, number)
         return _sent(plan, problem, number, [*rest, *rest, *sorted(layers)[-1:]])
@@ -644,11 +623,9 @@ def _reduce(plan: Plan, problem: ParallelProblem, number: int) -> float:
 
 
 def _ring(plan: Plan, problem: ParallelProblem, number: int, *, rounds: int) -> float:
-    """Seconds in which the gradients of replicas go round a ring, in buckets.
-
-    These are shards if all have one degree. Else they are whole, and the ring is of all devices; it
-    is counted as if all replicas had the greatest degree.
-    """
+    """Seconds in which the gradients of replicas go round a ring, in buckets."""
+    # These are shards if all have one degree. Else they are whole, and the ring is of all devices;
+    # it is counted as if all replicas had the greatest degree.
     stage, start = plan.stages[number], _start(plan, number)
     replicas = sum(group.num_replicas for group in stage.replicas)
     if replicas == 1:

@@ -276,10 +276,8 @@ def _held(plan: Plan, problem: PipelineProblem, index: int) -> tuple[int, int]:
 
 
 def crossing_bytes(plan: Plan, problem: PipelineProblem, index: int) -> float:
-    """Bytes sent into or past stage ``index`` per microbatch.
-
-    These are the outputs of all earlier layers that stage ``index`` or a later stage needs.
-    """
+    """Bytes sent into or past stage ``index`` per microbatch."""
+    # These are the outputs of all earlier layers that stage ``index`` or a later stage needs.
     before = {name for stage in plan.stages[:index] for name in stage.layers}
     prices = prices_of(problem)
     own = None if prices is None else prices.crossing_bytes(problem, before)
@@ -294,10 +292,9 @@ def crossing_bytes(plan: Plan, problem: PipelineProblem, index: int) -> float:
 
 
 def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
-    """Return a stage with its numbers counted again from its layers, links and pool.
-
-    All-reduces and updates are those of flat plans; None in nested ones, which do not count them.
-    """
+    """Return a stage with its numbers counted again from its layers, links and pool."""
+    # All-reduces and updates are those of flat plans; None in nested ones, which do not count
+    # them.
     stage = plan.stages[index]
     pool = _pool(problem, stage)
     names = set(stage.layers)
@@ -349,10 +346,8 @@ def _flat_price(plan: Plan, problem: PipelineProblem, index: int) -> float:
 
 
 def _tied_seconds(problem: PipelineProblem, stage: Stage) -> float | None:
-    """Seconds of the all-reduce of tied weights; None if the model has none.
-
-    Counted as a ring over the stage's replicas and one more member, at the slowest link.
-    """
+    """Seconds of the all-reduce of tied weights; None if the model has none."""
+    # Counted as a ring over the stage's replicas and one more member, at the slowest link.
     if not any(layer.shared_with for layer in problem.layers):
         return None
     _, split = definitions.tied_bytes(problem.layers, set(stage.layers))
@@ -375,11 +370,9 @@ def seconds_per_input(plan: Plan, problem: PipelineProblem) -> float:
 
 
 def sums(plan: Plan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:
-    """Sum the compute seconds and weight bytes of stages, on the first one's device type.
-
-    The fixed cost of passes is counted for a single stage only; for several stages it is counted at
-    a lower level of nesting.
-    """
+    """Sum the compute seconds and weight bytes of stages, on the first one's device type."""
+    # The fixed cost of passes is counted for a single stage only; for several stages it is counted
+    # at a lower level of nesting.
     names = {name for index in stages for name in plan.stages[index].layers}
     pool = _pool(problem, plan.stages[stages[0]])
     passes = 2 if plan.recomputes else 1
@@ -431,10 +424,8 @@ def _reduce_seconds(plan: Plan, problem: PipelineProblem, index: int) -> float:
 
 
 def _boundary_link(plan: Plan, problem: PipelineProblem, index: int) -> float:
-    """Bytes per second of the slowest link between stages ``index`` - 1 and ``index``.
-
-    Every pair of their replicas counts.
-    """
+    """Bytes per second of the slowest link between stages ``index`` - 1 and ``index``."""
+    # Every pair of their replicas counts.
     before, after = plan.stages[index - 1], plan.stages[index]
     prices = prices_of(problem)
     if prices is not None:

@@ -84,10 +84,8 @@ def is_proved(problem: PipelineProblem, bound: float, asked: Restrictions) -> bo
 
 
 def _cuts(problem: PipelineProblem, most: float) -> NDArray[np.bool_] | None:
-    """[cut, layer] the layers before each cut, from none to all; None if there are more cuts.
-
-    Cuts with fewer layers before them come first.
-    """
+    """[cut, layer] the layers before each cut, from none to all; None if there are more cuts."""
+    # Cuts with fewer layers before them come first.
     number = len(problem.layers)
     # [layers] the layers that each one needs, as bits.
     needs = [sum(1 << a for a, b in problem.links if b == layer) for layer in range(number)]

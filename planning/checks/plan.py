@@ -148,10 +148,8 @@ def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
 
 
 def _shared_device_faults(plan: Plan) -> Iterator[str]:
-    """List what is wrong with the devices that a plan of three dimensions states.
-
-    Those of pipelines are judged with their schedule.
-    """
+    """List what is wrong with the devices that a plan of three dimensions states."""
+    # Those of pipelines are judged with their schedule.
     for before, one in (
         ("", plan),
         *((f"alternatives[{n}].", other) for n, other in enumerate(plan.alternatives)),
@@ -260,11 +258,9 @@ def step_faults(plan: Plan, near: float) -> Iterator[str]:
 
 
 def dollar_faults(plan: Plan) -> Iterator[str]:
-    """List what is wrong with a plan's dollars per hour and per million samples.
-
-    They are counted from the prices of the pool that the plan states. A plan without dollars has no
-    fault; nor has a plan of an older version that states only dollars per hour.
-    """
+    """List what is wrong with a plan's dollars per hour and per million samples."""
+    # They are counted from the prices of the pool that the plan states. A plan without dollars has
+    # no fault; nor has a plan of an older version that states only dollars per hour.
     hourly = plan.predicted.dollars_per_hour
     per_million = plan.predicted.dollars_per_million_samples
     if hourly is None:

@@ -289,10 +289,9 @@ def _group_bytes(profile: Profile) -> int:
 
 
 def _beside_bytes(problem: Problem, profile: Profile, *, is_among: bool) -> int:
-    """Bytes of a device that a split's worker takes beside tensors, or that must stay free.
-
-    One that trains alone has no communicator, if the peaks of one among others were measured apart.
-    """
+    """Bytes of a device that a split's worker takes beside tensors, or that must stay free."""
+    # One that trains alone has no communicator, if the peaks of one among others were measured
+    # apart.
     among = is_among or profile.busy is None
     several = among and sum(problem.pool.num_devices.values()) > 1
     beside = problem.memory_reserve_bytes + _context_bytes(profile)

@@ -64,10 +64,8 @@ def _full(shape: PipelineShape, position: int) -> int:
 
 
 def _interleaved(shape: PipelineShape, position: int, mine: Sequence[int]) -> list[Pass]:
-    """Groups of p microbatches go through all chunks of a device, one chunk after another (4.2.2).
-
-    The position's warm-up: every later position twice, and p for each chunk but the last.
-    """
+    """Groups of p microbatches go through a device's chunks, one after another (4.2.2)."""
+    # The position's warm-up: every later position twice, and p for each chunk but the last.
     p, chunks = shape.pipeline_parallel_size, range(shape.num_model_chunks)
     numbered = [(chunk, at) for chunk in chunks for at in range(len(mine))]
     down = sorted(numbered, key=lambda each: (each[1] // p, each[0], each[1]))

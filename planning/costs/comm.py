@@ -92,13 +92,11 @@ def least_seconds(sync: Sync) -> float:
 
 
 def exposed_seconds(sync: Sync | None, batch_size: int) -> float | None:
-    """What synchronisation adds beyond ``least_seconds`` where virtual nodes are of this size.
-
-    It is the device's own: who comes last waits for the sums of its last backward pass, and how
-    much of them that pass hides depends on its length. So it is added to the device's passes, and
-    the slowest sum of both decides. Linear between measured sizes, as at the nearest outside of
-    them; None where sizes are not told apart.
-    """
+    """What synchronisation adds beyond ``least_seconds`` where virtual nodes are of this size."""
+    # It is the device's own: who comes last waits for the sums of its last backward pass, and how
+    # much of them that pass hides depends on its length. So it is added to the device's passes,
+    # and the slowest sum of both decides. Linear between measured sizes, as at the nearest outside
+    # of them; None where sizes are not told apart.
     if sync is None or not sync.by_batch_size:
         return None
     points = sync.by_batch_size

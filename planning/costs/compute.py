@@ -88,11 +88,9 @@ def _wider(low: float | None, high: float | None) -> float | None:
 
 
 def busy_ratio(alone: Sequence[BatchPoint], busy: Sequence[BatchPoint], batch_size: int) -> float:
-    """How many times as long the model's own passes take while the host's other devices work.
-
-    Linear between sizes that both curves hold, as at the nearest outside of them; 1 where they
-    share none.
-    """
+    """How many times as long the model's own passes take while the host's other devices work."""
+    # Linear between sizes that both curves hold, as at the nearest outside of them; 1 where they
+    # share none.
     known = {point.batch_size: point.pass_seconds for point in alone}
     ratios = [
         (point.batch_size, point.pass_seconds / known[point.batch_size])

@@ -251,10 +251,8 @@ def _with_peaks(profile: Profile, workers: Sequence[Worker]) -> Profile:
 def _with_sync(
     name: str, folded: dict[str, Profile], before: dict[str, Profile], seen: Sequence[_Seen]
 ) -> Profile:
-    """Synchronisation: what is left of a step beside its slowest worker and its update.
-
-    Where the profile tells sizes apart, all of them are moved by as much.
-    """
+    """Synchronisation: what is left of a step beside its slowest worker and its update."""
+    # Where the profile tells sizes apart, all of them are moved by as much.
     profile = folded[name]
     mine = [
         run

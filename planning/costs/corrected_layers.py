@@ -101,10 +101,9 @@ def _with_rest(
     timed: Sequence[tuple[Plan, float]],
     retime: Retime,
 ) -> Profile:
-    """A profile with what is left of its steps beside the passes, as runs have it.
-
-    It is the fixed cost of a step. Where that would be negative, messages cost less than measured.
-    """
+    """A profile with what is left of its steps beside the passes, as runs have it."""
+    # What is left is the fixed cost of a step. Where that would be negative, messages cost less
+    # than measured.
     profile = profiles[index]
     costs, name = profile.pipeline, profile.device_type
     mine = [(p, s) for p, s in timed if name in {stage.device_type for stage in p.stages}]
@@ -231,11 +230,9 @@ def _timed(costs: PipelineCosts) -> float:
 
 
 def _target(profile: Profile, one: RanStage) -> _Seconds:
-    """What the stage's layers took: its passes without what every pass costs besides.
-
-    A backward pass that recomputes holds the forward one too; what it leaves no room for is
-    shared out as predicted.
-    """
+    """What the stage's layers took: its passes without what every pass costs besides."""
+    # A backward pass that recomputes holds the forward one too; what it leaves no room for is
+    # shared out as predicted.
     costs, prior = profile.pipeline, one.layer_seconds
     beside = 0.0 if costs is None else _timed(costs)
     forward = (one.forward_seconds - beside) / one.slowed

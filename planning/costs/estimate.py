@@ -207,11 +207,9 @@ def _graph(table: LayerTable, estimator: Estimator) -> LayerGraph:
 
 
 def _halved(node: LayerNode, layer: LayerCounts, estimator: Estimator, scale: float) -> LayerNode:
-    """A layer with the two halves of its backward pass, where they were counted.
-
-    What the model's pass has beyond its layers' (``scale``) is the loss's, and sums of gradients
-    from several layers: both are in the first half.
-    """
+    """A layer with the two halves of its backward pass, where they were counted."""
+    # What the model's pass has beyond its layers' (``scale``) is the loss's, and sums of gradients
+    # from several layers: both are in the first half.
     alone = estimator.seconds(layer.backward)
     if layer.backward_halves is None:
         return node
@@ -230,10 +228,8 @@ def _halved(node: LayerNode, layer: LayerCounts, estimator: Estimator, scale: fl
 def _tensor_graph(
     table: LayerTable, estimator: Estimator, degree: int, shares: Sequence[ShardedLayer]
 ) -> LayerGraph:
-    """The layers of one device of a group, each with its all-reduces over the device's own link.
-
-    Computing is scaled as on one device, so the loss is taken to be split like the rest.
-    """
+    """The layers of one device of a group, each with its all-reduces over the device's own link."""
+    # Computing is scaled as on one device, so the loss is taken to be split like the rest.
     there, back = _scales(table, estimator)
     return _layer_graph(
         table,
@@ -423,11 +419,7 @@ def _scaled(measured_seconds: float, source_seconds: float, target_seconds: floa
 def _carried_graph(
     measured: LayerGraph, table: LayerTable, source: Estimator, target: Estimator
 ) -> LayerGraph:
-    """A measured graph's layers, each scaled as its own operators say.
-
-    Raises:
-        ProblemError: The layers counted are not those measured.
-    """
+    """A measured graph's layers, each scaled as its own operators say."""
     counted = {layer.id: layer for layer in table.layers}
     if set(counted) != {node.id for node in measured.nodes}:
         raise ProblemError(

@@ -40,10 +40,8 @@ def most_pinned_bytes(profile: Profile, pool: Cluster) -> int | None:
 
 
 def most_of(moments: Iterable[PassMoment]) -> tuple[PassMoment, ...]:
-    """The moments at which a device may hold most: of shares of gradients from none to all.
-
-    Weights count or not. What is held is linear in the share, so these are two upper envelopes.
-    """
+    """The moments at which a device may hold most: of shares of gradients from none to all."""
+    # Weights count or not. What is held is linear in the share, so these are two upper envelopes.
     every, kept = list(moments), list[PassMoment]()
     for counts in (0, 1):
 
@@ -94,11 +92,9 @@ def reserve_of(
 
 
 def exchange_bytes(profile: Profile) -> int:
-    """What a worker of a pipeline or parallel plan takes beside its stages and their passes.
-
-    Both measurements hold what the allocator keeps in fragments: a split's worker beside its
-    messages, and a rehearsed pipeline's. So the larger counts.
-    """
+    """What a worker of a pipeline or parallel plan takes beside its stages and their passes."""
+    # Both measurements hold what the allocator keeps in fragments: a split's worker beside its
+    # messages, and a rehearsed pipeline's. So the larger counts.
     fragments = None if profile.pipeline is None else profile.pipeline.fragmentation_bytes
     return max(profile.group_workspace_bytes or 0, fragments or 0)
 
@@ -115,11 +111,10 @@ def _times(part: int | None, number: int) -> int | None:
 
 
 def with_reserve(profile: Profile, reserve: MemoryReserve) -> Profile:
-    """Return a profile whose peaks, and whose base memory, hold a reserve too.
-
-    Of a batch curve each size has its own fragmentation. On one device alone there are no
-    communicators: if devices that train together were measured apart, only their peaks hold them.
-    """
+    """Return a profile whose peaks, and whose base memory, hold a reserve too."""
+    # Of a batch curve each size has its own fragmentation. On one device alone there are no
+    # communicators: if devices that train together were measured apart, only their peaks hold
+    # them.
     if not reserve.total_bytes:
         return profile
     apart = (reserve.context_bytes or 0) + reserve.asked_bytes

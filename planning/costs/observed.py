@@ -42,12 +42,10 @@ class Measured(NamedTuple):
 
 
 def together(values: Sequence[Measured]) -> Measured:
-    """Several measurements of one thing, in any order.
-
-    Three or more: their median, since one of them may have been disturbed, and the interval of a
-    measurement does not tell how far the next one is off. Two: their mean, weighted by inverse
-    variance where both have an interval; else with equal weights.
-    """
+    """Several measurements of one thing, in any order."""
+    # Three or more: their median, since one of them may have been disturbed, and the interval of a
+    # measurement does not tell how far the next one is off. Two: their mean, weighted by inverse
+    # variance where both have an interval; else with equal weights.
     if len(values) >= _FEWEST_FOR_MEDIAN:
         return _median(values)
     intervals = [value.interval for value in values if value.interval]

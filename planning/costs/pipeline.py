@@ -76,12 +76,10 @@ class Overheads(NamedTuple):
 
 
 def overheads(problem: PipelineProblem) -> Overheads:
-    """What the prices of a problem count beside layers and bytes.
-
-    The executor makes one forward and one backward pass of a microbatch, or a forward pass and
-    two halves of a backward pass. What is recomputed is inside a backward pass: its layers' time
-    counts again, but no further pass of the runtime's.
-    """
+    """What the prices of a problem count beside layers and bytes."""
+    # The executor makes one forward and one backward pass of a microbatch, or a forward pass and
+    # two halves of a backward pass. What is recomputed is inside a backward pass: its layers' time
+    # counts again, but no further pass of the runtime's.
     if problem.stage_cost != "ring":
         nothing = (0.0,) * len(problem.pools)
         return Overheads(nothing, nothing, 0.0)
@@ -93,10 +91,8 @@ def overheads(problem: PipelineProblem) -> Overheads:
 
 
 def fixed_seconds(problem: PipelineProblem, device_types: Collection[str]) -> float:
-    """What a step on devices of these types costs beside passes, messages and updates.
-
-    All of them begin and end a step together, so the slowest type's counts, once.
-    """
+    """What a step on devices of these types costs beside passes, messages and updates."""
+    # All of them begin and end a step together, so the slowest type's counts, once.
     if problem.stage_cost != "ring":
         return 0.0
     return max(pool.fixed_seconds for pool in problem.pools if pool.device_type in device_types)
@@ -125,20 +121,16 @@ def tied_weights(layers: Sequence[PipelineLayer]) -> tuple[TiedWeights, ...]:
 
 
 def tied_seconds(weight_bytes: float, num_replicas: int, bytes_per_second: float) -> float:
-    """One all-reduce of a stage's weights that other stages hold too, at a flush.
-
-    A ring over the stage's replicas and at least one more, at the slowest link there is. What it
-    costs beside its bytes is not counted.
-    """
+    """One all-reduce of a stage's weights that other stages hold too, at a flush."""
+    # A ring over the stage's replicas and at least one more, at the slowest link there is. What it
+    # costs beside its bytes is not counted.
     link = Wire(0.0, bytes_per_second)
     return collective_seconds("all-reduce", weight_bytes, num_replicas + 1, link)
 
 
 def slowest_of_all(problem: PipelineProblem) -> float:
-    """Bytes per second of the slowest all-reduce of all pools: over links, or as measured.
-
-    A problem that leaves out pools of another states the other's.
-    """
+    """Bytes per second of the slowest all-reduce of all pools: over links, or as measured."""
+    # A problem that leaves out pools of another states the other's.
     if problem.tied_bytes_per_second is not None:
         return problem.tied_bytes_per_second
     rates = [
@@ -150,12 +142,10 @@ def slowest_of_all(problem: PipelineProblem) -> float:
 
 
 def rounds(schedule: str, num_replicas: int, num_microbatches: int) -> float:
-    """Microbatches that the busiest replica of a stage adds to a step.
-
-    ceil(M / m), as replicas take microbatches in turn. A flushing schedule's first round is the
-    filling of the pipeline, which all partitions share. PipeDream's stream never ends, so its
-    replicas share evenly: M / m.
-    """
+    """Microbatches that the busiest replica of a stage adds to a step."""
+    # ceil(M / m), as replicas take microbatches in turn. A flushing schedule's first round is the
+    # filling of the pipeline, which all partitions share. PipeDream's stream never ends, so its
+    # replicas share evenly: M / m.
     known = traits(schedule)
     if known.updates_each_round:
         return num_microbatches / num_replicas
@@ -181,12 +171,10 @@ def boundary_seconds(
 def num_in_flight(
     schedule: str, workers_from_here: int, num_replicas: int, num_microbatches: int
 ) -> int:
-    """Microbatches whose activations a replica keeps at once.
-
-    1F1B-RR: ceil(workers from this stage on / replicas of this stage), which is NOAM for the
-    first stage (thesis 2.4.2); never more than the replica gets in a step where the schedule
-    flushes. GPipe: all that it gets (3.2.1).
-    """
+    """Microbatches whose activations a replica keeps at once."""
+    # 1F1B-RR: ceil(workers from this stage on / replicas of this stage), which is NOAM for the
+    # first stage (thesis 2.4.2); never more than the replica gets in a step where the schedule
+    # flushes. GPipe: all that it gets (3.2.1).
     known, share = traits(schedule), ceil(num_microbatches / num_replicas)
     if known.order == "forward-first":
         return share
@@ -195,11 +183,9 @@ def num_in_flight(
 
 
 def weight_versions(schedule: str, in_flight: int) -> int:
-    """Versions of the weights a replica keeps.
-
-    Weight stashing: one for each input in flight (2.4.3). 2BW: two (3.2.1), also on one stage,
-    whose gradients are of the version before the newest there too. Flushing schedules: one.
-    """
+    """Versions of the weights a replica keeps."""
+    # Weight stashing: one for each input in flight (2.4.3). 2BW: two (3.2.1), also on one stage,
+    # whose gradients are of the version before the newest there too. Flushing schedules: one.
     known = traits(schedule)
     if known.weight_semantics == "stashing":
         return in_flight

@@ -91,13 +91,11 @@ def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction
 def _half_width_seconds(
     step_seconds: float, work: Sequence[_Work], step_errors: Sequence[float | None]
 ) -> float | None:
-    """Half the width of what the measurements allow; None where their spread is unknown.
-
-    The larger of two. One is how much later the last device is where each pass takes as long as its
-    spread allows. The other is how far steps put together from such terms were from measured ones.
-    Both hold the spread of the passes, so they are not added. One that a type in use does not tell
-    is left out.
-    """
+    """Half the width of what the measurements allow; None where their spread is unknown."""
+    # The larger of two. One is how much later the last device is where each pass takes as long as
+    # its spread allows. The other is how far steps put together from such terms were from measured
+    # ones. Both hold the spread of the passes, so they are not added. One that a type in use does
+    # not tell is left out.
     latest = [one.latest_seconds for one in work]
     known = [seconds for seconds in latest if seconds is not None]
     errors = [error for error in step_errors if error is not None]

@@ -246,15 +246,7 @@ def _last(table: LayerTable) -> int:
 def _spread(
     layer: LayerCounts, share: ShardedLayer, degree: int, half: int, gathered: int
 ) -> ShardedLayer:
-    """A layer of which every device has some tokens, or which makes or takes them.
-
-    Args:
-        layer: The whole layer.
-        share: One device's share of it without sequence parallelism.
-        degree: Tensor-parallel size, t.
-        half: Half of the bytes of all tokens.
-        gathered: The same behind a norm, else 0.
-    """
+    """A layer of which every device has some tokens, or which makes or takes them."""
     if layer.role not in ("row", "replicated"):
         return share
     counts = replace(

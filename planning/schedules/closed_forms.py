@@ -152,19 +152,15 @@ def interleaved_in_flight(
 
 
 def stashing_version(replicas: Sequence[int], stage: int, microbatch: int) -> int:
-    """The weight version that microbatch k reads under weight stashing (2.4.3).
-
-    max(0, k - (p - stage) + 1) without replicas. A replicated stage makes one version from one
-    input on each replica, so its versions count rounds of inputs.
-    """
+    """The weight version that microbatch k reads under weight stashing (2.4.3)."""
+    # max(0, k - (p - stage) + 1) without replicas. A replicated stage makes one version from one
+    # input on each replica, so its versions count rounds of inputs.
     return max(0, microbatch // replicas[stage] - in_flight(replicas, stage) + 1)
 
 
 def vertical_sync_version(pipeline_parallel_size: int, num_replicas: int, microbatch: int) -> int:
-    """The weight version that microbatch k reads on every stage under vertical sync (2.4.3).
-
-    The latest version of the input stage when k entered it: max(0, k - p + 1).
-    """
+    """The weight version that microbatch k reads on every stage under vertical sync (2.4.3)."""
+    # The latest version of the input stage when k entered it: max(0, k - p + 1).
     return max(0, microbatch // num_replicas - pipeline_parallel_size + 1)
 
 

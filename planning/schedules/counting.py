@@ -30,11 +30,9 @@ def _peak(operations: Sequence[Operation], freeing: frozenset[Kind]) -> int:
 
 
 def peak_weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """[ranks] the most versions of one stage's weights that a rank must hold at once.
-
-    A version is held from the update that writes it until there is a newer one and no later pass of
-    the rank reads it.
-    """
+    """[ranks] the most versions of one stage's weights that a rank must hold at once."""
+    # A version is held from the update that writes it until there is a newer one and no later pass
+    # of the rank reads it.
     return tuple(
         max((_versions(operations, stage) for stage in stages), default=0)
         for operations, stages in zip(schedule.ranks, schedule.stages_of_rank, strict=True)

@@ -24,11 +24,9 @@ def one_rank(microbatches: Sequence[int], stage: int, in_flight: int) -> list[Sl
 
 @schedule("gpipe", replicas="any", order="forward-first")
 def gpipe(shape: PipelineShape) -> Schedule:
-    """Generate GPipe: all forward passes, then all backward passes, then one update (4.2.2).
-
-    Backward passes run in the order of the forward passes, as in figure 4.3. A rank holds the
-    activations of all its microbatches.
-    """
+    """Generate GPipe: all forward passes, then all backward passes, then one update (4.2.2)."""
+    # Backward passes run in the order of the forward passes, as in figure 4.3. A rank holds the
+    # activations of all its microbatches.
     return build("gpipe", shape, "flush", admits_all=True)
 
 

@@ -9,12 +9,10 @@ from .registry import schedule
 
 @schedule("pipedream", weight_semantics="stashing", replicas="any", order="alternating")
 def pipedream(shape: PipelineShape) -> Schedule:
-    """Generate PipeDream: 1F1B-RR without flushes, with weight stashing (2.4.2, 2.4.3).
-
-    A stage updates after every backward pass. With R replicas, it updates after one backward pass
-    on each of them, from the mean of the R gradients. A forward pass reads the latest version, and
-    its backward pass reads the same version.
-    """
+    """Generate PipeDream: 1F1B-RR without flushes, with weight stashing (2.4.2, 2.4.3)."""
+    # A stage updates after every backward pass. With R replicas, it updates after one backward
+    # pass on each of them, from the mean of the R gradients. A forward pass reads the latest
+    # version, and its backward pass reads the same version.
     return build("pipedream", shape, "stashing")
 
 

@@ -145,11 +145,9 @@ def _no_bytes(stage: Stage) -> Stage:
 
 
 def _bare(halves: int) -> Callable[[Stage], Stage]:
-    """Make a function that removes a stage's fixed costs of passes.
+    """Make a function that removes a stage's fixed costs of passes."""
 
-    ``halves`` is the number of parts of a backward pass.
-    """
-
+    # ``halves`` is the number of parts of a backward pass.
     def without(stage: Stage) -> Stage:
         own = stage.pass_seconds or 0.0
         forward = max((stage.forward_seconds or 0.0) - own, 0.0)

@@ -169,11 +169,9 @@ class Timing:
 
     @cached_property
     def steady_seconds_per_microbatch(self) -> float:
-        """Seconds per input on the last stage, in the second half of the schedule.
-
-        For schedules without flushes, which have one startup only. Measured over an integer number
-        of rounds of all replicas.
-        """
+        """Seconds per input on the last stage, in the second half of the schedule."""
+        # For schedules without flushes, which have one startup only. Measured over an integer
+        # number of rounds of all replicas.
         last = self.schedule.num_stages - 1
         ends = sorted(
             span[1]

@@ -25,10 +25,8 @@ def h1(shape: PipelineShape) -> Schedule:
 
 @schedule("zb-h2", splits_backward=True)
 def h2(shape: PipelineShape) -> Schedule:
-    """Generate ZB-H2: more forward passes in the startup, 2p - 1 microbatches, no bubble.
-
-    The order is found by the paper's heuristic, for F = B = W.
-    """
+    """Generate ZB-H2: more forward passes in the startup, 2p - 1 microbatches, no bubble."""
+    # The order is found by the paper's heuristic, for F = B = W.
     p = shape.pipeline_parallel_size
     most = 2 * p - 1
     return _build("zb-h2", shape, lambda m: search(p, m, max_in_flight=most), most)
@@ -141,10 +139,9 @@ class _Search:
             self._put_backward(position)
 
     def _extra_forwards(self) -> list[int]:
-        """Count the extra forward passes that fit on each rank before its first backward pass.
-
-        Each later rank has at least one fewer, because the rank before it must send their inputs.
-        """
+        """Count the extra forward passes that fit on each rank before its first backward pass."""
+        # Each later rank has at least one fewer, because the rank before it must send their
+        # inputs.
         extra = [0] * len(self.ranks)
         # When the first gradient comes back, if every rank takes one unit.
         first_backward = self.ranks[-1].free + 1

@@ -31,13 +31,11 @@ NEGLIGIBLE_RATE = 1e-6  # of the best rate: slower columns are of no use to the 
 
 
 def idle_devices(instance: Instance, outcome: Outcome) -> tuple[Floats, Floats]:
-    """Devices of each type that stand idle, and those of them that jobs could use [types].
-
-    A job could use an idle column for the time that it has left, and for the time it spends on
-    slower ones. Types are looked at one at a time, everything else staying as it is. A job that
-    shares could also leave for an idle column that is faster for it than its company, where its
-    partner loses nothing by that.
-    """
+    """Devices of each type that stand idle, and those of them that jobs could use [types]."""
+    # A job could use an idle column for the time that it has left, and for the time it spends on
+    # slower ones. Types are looked at one at a time, everything else staying as it is. A job that
+    # shares could also leave for an idle column that is faster for it than its company, where its
+    # partner loses nothing by that.
     idle = np.maximum(instance.capacity - _used(instance, outcome), 0.0)
     idle = np.where(idle > NEGLIGIBLE_PART * instance.capacity, idle, 0.0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -140,11 +138,7 @@ def allocate(
 
 
 def _split(problem: AllocationProblem) -> tuple[AllocationProblem, dict[str, str]]:
-    """The problem without the jobs that fit nowhere, and why each of these does not.
-
-    Raises:
-        InfeasibleError: None fits.
-    """
+    """The problem without the jobs that fit nowhere, and why each of these does not."""
     jobs = problem.jobs.jobs
     misfits = np.flatnonzero(instance_of(problem).rate.max(axis=1) <= 0)
     left_out = {

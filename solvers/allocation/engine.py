@@ -213,11 +213,7 @@ def rescored(program: FractionProgram, found: Solution, x: Floats) -> Solution:
 
 
 def tighten(program: FractionProgram, x: Floats) -> Floats:
-    """Round so that 5.1 to 5.3 hold to the last bit, summed in any order.
-
-    Entries that are dust beside their row's largest become 0; then everything gives way by a
-    few units of the last place, by the most that a sum of that many terms can err.
-    """
+    """Round so that 5.1 to 5.3 hold to the last bit, summed in any order."""
     # Entries that are dust beside their row's largest become 0: dividing them again would only
     # make noise.
     x = np.where(x < DUST * x.max(axis=1)[:, None], 0.0, x)

@@ -65,11 +65,9 @@ class Instance:
         return len(self.rate)
 
     def flat(self) -> "Instance":
-        """The instance for heterogeneity-agnostic policies: one rate a job, on every type.
-
-        The rate is throughput(m, X^equal), so that steps, SLOs and durations keep their scale;
-        a type that does not run the job stays shut.
-        """
+        """The instance for heterogeneity-agnostic policies: one rate a job, on every type."""
+        # The rate is throughput(m, X^equal), so that steps, SLOs and durations keep their scale; a
+        # type that does not run the job stays shut.
         total = float(self.capacity[: self.num_types].sum())
         share = np.minimum(1.0, total / self.num_jobs / self.scale)
         pairs = None

@@ -48,10 +48,8 @@ def block_sum(values: Any, first: Any, number: Any) -> Any:
 
 @compiled
 def summed(values: Any, number: Any) -> Any:
-    """Add as ``np.add.reduce`` does: halves of more than 128 values apart.
-
-    With a stack, as numba's cache does not keep functions that call themselves.
-    """
+    """Add as ``np.add.reduce`` does: halves of more than 128 values apart."""
+    # With a stack, as numba's cache does not keep functions that call themselves.
     if number <= 128:
         return block_sum(values, 0, number)
     firsts, numbers = np.empty(128, np.int64), np.empty(128, np.int64)

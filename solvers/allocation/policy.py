@@ -153,12 +153,7 @@ class LeastCurve:
     lowest: float
 
     def optimise(self, instance: Instance) -> Outcome:
-        """Minimise the largest curve: each program's prices cut off every smaller value.
-
-        Take prices y with sum y_m * throughput_m <= h for every allocation (h their dual bound).
-        They refute each v with sum y_m * needed_m(v) > h, so the root of that equation is a lower
-        bound.
-        """
+        """Minimise the largest curve: each program's prices cut off every smaller value."""
         # A little under what each has alone: feasible, so its value is an upper bound.
         start = instance.isolated * 0.999
         upper = self.value(np.maximum(start, 1e-300))
@@ -194,11 +189,7 @@ class LeastCurve:
 
 
 def _room(instance: Instance, floor: Floats) -> float:
-    """By how much all floors could be raised at once, relative, or ``ROOM`` if there is as much.
-
-    Raises:
-        InfeasibleError: They cannot be met at all.
-    """
+    """By how much all floors could be raised at once, relative, or ``ROOM`` if there is as much."""
     best = instance.rate.max(axis=1)
     alone = np.flatnonzero(floor > best * (1 + PRECISION))
     if len(alone) and instance.pair_rate is None:

@@ -146,10 +146,7 @@ def merge(program: FractionProgram, kind: Ints | None = None) -> tuple[FractionP
 
 
 def equal_rows(table: Floats) -> Ints:
-    """Numbers rows so that equal ones have one number, in order of their first [rows].
-
-    Rows are told apart by a weighted sum; only where unlike rows have the same sum, by their bytes.
-    """
+    """Numbers rows so that equal ones have one number, in order of their first [rows]."""
     with np.errstate(invalid="ignore", over="ignore"):
         # Columns are scaled by their largest, so that small numbers count as well.
         size = np.maximum(np.abs(table).max(axis=0, initial=0.0), 1e-300)

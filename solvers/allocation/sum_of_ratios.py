@@ -313,10 +313,8 @@ class _Search:
 
 
 def _corners(time: Floats, dollars: Floats, low: float, high: float) -> Iterator[Floats]:
-    """Corners of the parts y of a job's work: y >= 0, sum y = 1, within time 1 and the dollars.
-
-    As many columns have a part as limits are met exactly, and one more.
-    """
+    """Corners of the parts y of a job's work: y >= 0, sum y = 1, within time 1 and the dollars."""
+    # As many columns have a part as limits are met exactly, and one more.
     limits = [(time, 1.0)]
     limits += [(dollars, low)] if low > 0 else []
     limits += [(dollars, high)] if np.isfinite(high) else []

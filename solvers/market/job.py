@@ -239,10 +239,8 @@ class RentJob:
 
     @property
     def least_dollars(self) -> float:
-        """What no way to hold machines costs less than: the work at the best speed a dollar.
-
-        One machine works without a break at best, in whole ticks.
-        """
+        """What no way to hold machines costs less than: the work at the best speed a dollar."""
+        # One machine works without a break at best, in whole ticks.
         zones = range(self.num_zones)
         cheapest = [min(self.spot_dollars_per_hour[z], self.on_demand(z)) / 3600 for z in zones]
         # A tick is paid whole, so one machine pays whole ticks; several may end in unlike ones.
@@ -307,13 +305,12 @@ class RentPolicy(Protocol):
 
 
 def guarded(job: RentJob, now: Moment, wanted: Held) -> Held:
-    """What is wanted if it is safe, else what is held if that is, else the last resort.
-
-    A choice is safe if the last resort, launched in the next tick, would still end in time. So is
-    one that has no spot machines and ends in time by itself. At the start the last resort is safe,
-    and after a safe choice it or staying is safe in the next tick. So no deadline is missed.
-    """
+    """What is wanted if it is safe, else what is held if that is, else the last resort."""
     # In this order: staying is tried before the last resort, as it loses no restart.
+    # A choice is safe if the last resort, launched in the next tick, would still end in time. So
+    # is one that has no spot machines and ends in time by itself. At the start the last resort is
+    # safe, and after a safe choice it or staying is safe in the next tick. So no deadline is
+    # missed.
     for choice in (wanted, now.held):
         if _is_safe(job, now, choice):
             return choice

@@ -190,10 +190,8 @@ def _restricted_mean(
     seconds: NDArray[np.float64],
     preempted: NDArray[np.bool_],
 ) -> tuple[float, float]:
-    """The area under the curve up to the longest lifetime, and half its confidence interval.
-
-    Greenwood: Var = sum over deaths of (area after it)^2 d / (n (n - d)).
-    """
+    """The area under the curve up to the longest lifetime, and half its confidence interval."""
+    # Greenwood: Var = sum over deaths of (area after it)^2 d / (n (n - d)).
     from scipy.stats import norm
 
     # The curve is a step function: constant between losses, so areas are rectangles.

@@ -313,10 +313,8 @@ def _table(offers: Sequence[Offer], steps: Sequence[Steps]) -> Prices:
 def _fixed_offers(
     markets: Sequence[Market], device_types: Iterable[str]
 ) -> list[tuple[Offer, float]]:
-    """Machines whose prices do not change, each with the dollars per hour of the machine.
-
-    On demand, or spot at a price without a history.
-    """
+    """Machines whose prices do not change, each with the dollars per hour of the machine."""
+    # On demand, or spot at a price without a history.
     found = []
     types = set(device_types)
     for market in markets:

@@ -101,11 +101,9 @@ def _spot(job: RentJob, now: Moment) -> Held:
 
 
 def _in_time(job: RentJob, now: Moment, wanted: Held) -> Held:
-    """What is wanted, while there is time for it.
-
-    For one machine this is the paper's safety net, to the tick: on demand to the end, once one
-    launched in the next tick might end too late.
-    """
+    """What is wanted, while there is time for it."""
+    # For one machine this is the paper's safety net, to the tick: on demand to the end, once one
+    # launched in the next tick might end too late.
     if job.num_machines > 1:
         return guarded(job, now, wanted)
     must = job.ticks_for(now.work_left_seconds) >= job.num_ticks - now.tick
@@ -113,11 +111,9 @@ def _in_time(job: RentJob, now: Moment, wanted: Held) -> Held:
 
 
 def _safest(job: RentJob, now: Moment) -> Held:
-    """What still ends in time once the safety net holds.
-
-    Spot machines that work lose nothing by going on, if none are faster: were they taken away,
-    on-demand machines launched then would still end in time.
-    """
+    """What still ends in time once the safety net holds."""
+    # Spot machines that work lose nothing by going on, if none are faster: were they taken away,
+    # on-demand machines launched then would still end in time.
     last = job.last_resort(now.place)
     is_fastest = job.rate(now.held.zone) == job.rate(last.zone)
     if now.held.num_spot == job.num_machines and now.pending_seconds < 1e-3 and is_fastest:

@@ -590,10 +590,8 @@ def _bounded(region: CappedRegion, fixed: float) -> CappedRegion:
 
 
 def _marks(low: float, near: float, high: float, number: int) -> list[float]:
-    """Ends of intervals from ``low`` to ``high``: so many up to ``near``, and one for the rest.
-
-    Each is as much longer than the one before as that one, where ``low`` is not 0.
-    """
+    """Ends of intervals from ``low`` to ``high``: so many up to ``near``, and one for the rest."""
+    # Each is as much longer than the one before as that one, where ``low`` is not 0.
     near, marks = min(near, high), [low]
     if near > low:
         shares = [(i + 1) / number for i in range(number - 1)]

@@ -278,11 +278,7 @@ def _gradients(problem: ParallelProblem, shape: InterleavedShape) -> np.ndarray:
 
 
 def _slowest_chunks(option: StageOption, num_chunks: int, effort: Effort) -> float:
-    """The least time of the slowest chunk over all cuts into so many chunks.
-
-    Raises:
-        OutOfTimeError: The effort's limit came first; what was counted until then is kept.
-    """
+    """The least time of the slowest chunk over all cuts into so many chunks."""
     # Ascending: each call finds the one below in the cache, so recursion is one deep.
     for fewer in range(1, num_chunks):
         effort.check()

@@ -505,15 +505,10 @@ class Labels:
         fastest: np.ndarray,
         equal: np.ndarray,
     ) -> Iterator[tuple[np.ndarray, ...]]:
-        """Arcs of stages that share the optimizer's state unlike, for each number of replicas.
-
-        Args:
-            placed: Stages behind.
-            end: The layer behind the stages.
-            updates: [options, starts] seconds with equal shares.
-            fastest: [kinds, starts] compute of the arcs with equal shares; infinite where none.
-            equal: [kinds, starts] their updates.
-        """
+        """Arcs of stages that share the optimizer's state unlike, for each number of replicas."""
+        # ``updates``: [options, starts] seconds with equal shares.
+        # ``fastest``: [kinds, starts] compute of the arcs with equal shares; infinite where none.
+        # ``equal``: [kinds, starts] their updates.
         in_flight, region = min(placed + 1, self._m), self.region
         count = np.arange(1, self._relaxation.num_replicas)
         pairs = {frozenset(pair): pair for pair in self._relaxation.space.unlike}
@@ -553,10 +548,8 @@ class Labels:
 def _waited_for(
     behind: dict[str, np.ndarray], pending: np.ndarray, back: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Labels with a stage before them whose messages nothing hides.
-
-    ``pending`` is the first stage without its gradient, which the stage before it decides.
-    """
+    """Labels with a stage before them whose messages nothing hides."""
+    # ``pending`` is the first stage without its gradient, which the stage before it decides.
     return {
         "step": behind["step"],
         "total": behind["total"] + back + pending,

@@ -133,10 +133,8 @@ class ReplicaSearch:
                     yield found
 
     def balanced(self, below: float) -> Iterator[FoundPlan]:
-        """Plans of one type and degree whose stages take about as long; under ``below`` seconds.
-
-        For a limit early: what a person would try first. Each stage recomputes only if it must.
-        """
+        """Plans of one type and degree whose stages take about as long; under ``below`` seconds."""
+        # For a limit early: what a person would try first. Each stage recomputes only if it must.
         options = self.space.options
         alike: dict[tuple[int, int], list[int]] = {}
         for mix in self.mixes:
@@ -203,10 +201,8 @@ class ReplicaSearch:
         return [kinds[key] for key in keys]
 
     def found(self, stages: Stages, below: float) -> FoundPlan | None:
-        """The plan of these stages, which fit; None where it takes ``below`` seconds or more.
-
-        Also where its replicas cannot be dealt within the pool.
-        """
+        """The plan of these stages, which fit; None where it takes ``below`` seconds or more."""
+        # Also where its replicas cannot be dealt within the pool.
         options, p = self.space.options, len(stages)
         between = self.space.between
         outputs, gradients = [], [0.0]

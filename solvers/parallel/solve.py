@@ -108,10 +108,8 @@ def solve(
 
 
 def least_seconds(problem: ParallelProblem, num_devices: Mapping[str, int]) -> float:
-    """Seconds that no plan's step on so many devices of each type is faster than; quick.
-
-    By what they can compute alone, as ``OptionSpace.least_worth`` of any degrees.
-    """
+    """Seconds that no plan's step on so many devices of each type is faster than; quick."""
+    # By what they can compute alone, as ``OptionSpace.least_worth`` of any degrees.
     found = inf
     for size in microbatch_sizes(problem):
         offered, least = 0.0, np.full(len(problem.layers), inf)

@@ -601,11 +601,9 @@ def _busiest(
     effort: Effort,
     heavier: Sequence[float] = _HEAVIER,
 ) -> float:
-    """A lower bound on the step: the least work of the busiest device.
-
-    Transfers hide in it. Where they count too, each ``heavier`` times over, the plan is worth
-    timing: it has fewer stages to fill.
-    """
+    """A lower bound on the step: the least work of the busiest device."""
+    # Transfers hide in it. Where they count too, each ``heavier`` times over, the plan is worth
+    # timing: it has fewer stages to fill.
     busy = _BusyPrices(problem, costs.cuts, costs.bandwidths, recompute=costs.recompute)
     transfers = problem.num_microbatches * busy.boundary_seconds
     bound = np.inf

@@ -153,10 +153,8 @@ class _Pool:
         return self.classes[shared_level(self.levels, one, other)]
 
     def runs(self, position: int, may_skip: bool, replication: bool) -> Ints:
-        """[4, runs] that may follow the devices before ``position``, by start, then length.
-
-        First device, replicas, the slowest link among them, and that to the device before.
-        """
+        """[4, runs] that may follow the devices before ``position``, by start, then length."""
+        # First device, replicas, the slowest link among them, and that to the device before.
         starts = self._starts(position) if may_skip else [position]
         found = []
         for first in starts:
@@ -486,11 +484,7 @@ class _Seating:
 
 
 def _packed(sizes: list[int], num_bins: int, capacity: int) -> list[list[int]] | None:
-    """Items by bin, or None where they do not fit; gives up with an error.
-
-    Raises:
-        NoSeatsError: Undecided after many tries.
-    """
+    """Items by bin, or None where they do not fit; gives up with an error."""
     # Largest first, the fullest bin first: few tries where it fits.
     order = sorted(range(len(sizes)), key=lambda item: -sizes[item])
     loads, bins = [0] * num_bins, [[] for _ in range(num_bins)]  # type: list[int], list[list[int]]

@@ -27,12 +27,10 @@ from ..effort import Effort
 
 
 def predicted(problem: PipelineProblem, plan: Plan) -> Plan:
-    """A solver's plan with all that its problem knows of a step.
-
-    The step's fixed cost, which no choice but that of device types changes, is added to the step
-    and, where that was minimised, to the proof. Where nothing but layers and bytes is known the
-    plan stays as it is. Its stages' times hold what passes and messages cost.
-    """
+    """A solver's plan with all that its problem knows of a step."""
+    # The step's fixed cost, which no choice but that of device types changes, is added to the step
+    # and, where that was minimised, to the proof. Where nothing but layers and bytes is known the
+    # plan stays as it is. Its stages' times hold what passes and messages cost.
     if _counts(problem):
         plan = _told_apart(problem, _with_fixed(problem, plan))
     error = problem.step_error

@@ -112,10 +112,8 @@ def _least_number(
     chosen: Plan,
     effort: Effort,
 ) -> Plan:
-    """The plan under the lowest limit with which one takes at most so long, by halving.
-
-    Under a higher limit no plan is slower, so halving finds it. ``chosen`` keeps to ``high``.
-    """
+    """The plan under the lowest limit with which one takes at most so long, by halving."""
+    # Under a higher limit no plan is slower, so halving finds it. ``chosen`` keeps to ``high``.
     low = 1
     while low < high and not effort.should_stop():
         middle = (low + high) // 2

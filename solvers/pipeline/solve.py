@@ -118,11 +118,7 @@ def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort
 
 
 def _stopped(problem: PipelineProblem, tables: list[StageCosts]) -> Plan:
-    """The best of the plans that are known at once, for a search that was stopped before its own.
-
-    Raises:
-        TooLittleTimeError: None of them fits.
-    """
+    """The best of the plans that are known at once, for a search that was stopped early."""
     found = at_once(problem, tables)
     if not found:
         raise TooLittleTimeError(
@@ -200,11 +196,7 @@ class _Task:
     def seated(
         self, costs: StageCosts, space: PlacementSpace, placed: list[PlacedStage]
     ) -> "Candidate":
-        """A placement as a plan's stages.
-
-        Raises:
-            NoSeatsError: The devices that it counts are nowhere together.
-        """
+        """A placement as a plan's stages."""
         return Candidate(costs, seat(self.problem, space, placed))
 
     def finish(self, best: "Candidate", seconds: float, bound: float, claim: str) -> Plan:
@@ -234,11 +226,9 @@ def _bottleneck(task: _Task, found: list["Candidate"]) -> Plan:
 
 
 def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
-    """A placement in any order that beats the ordered one, and a bound of all.
-
-    A relaxed search bounds them; where its answer fits the components it is the optimum. Else
-    the exact space is searched, where it is small enough.
-    """
+    """A placement in any order that beats the ordered one, and a bound of all."""
+    # A relaxed search bounds them; where its answer fits the components it is the optimum. Else
+    # the exact space is searched, where it is small enough.
     problem, effort, best, bounds = task.problem, task.effort, ordered, []
     search = _search(problem, task.tables[0].cuts, task.method)
     # What a move costs either search: limits in one line, pairs of cuts in a graph.
@@ -313,11 +303,7 @@ def _least_step(task: _Task, found: list["Candidate"]) -> Plan:
 
 
 def _step_bound(task: _Task, best: Incumbent, search: PlacementSearch) -> tuple[float, str]:
-    """Look for better plans; a step that no plan beats, and what else is proved.
-
-    Raises:
-        OutOfTimeError: The effort's limit came first; ``best`` has what was found until then.
-    """
+    """Look for better plans; a step that no plan beats, and what else is proved."""
     problem, tables, effort, cuts = task.problem, task.tables, task.effort, task.tables[0].cuts
     claim, counted = "", task.space
     if not has_one_order(problem):

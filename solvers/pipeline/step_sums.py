@@ -193,10 +193,8 @@ class StepModel:
         return found + self.end_start(kind)
 
     def alone(self, kind: MoveKind) -> tuple[Floats, float]:
-        """[cuts] of which the difference is what a stage alone takes, and the most for that.
-
-        Its first microbatch, the passes that are left then, its reductions and its update.
-        """
+        """[cuts] of which the difference is what a stage alone takes, and the most for that."""
+        # Its first microbatch, the passes that are left then, its reductions and its update.
         curve = self.compute[kind.pool] + self.left(kind) + self.end(kind) * self.weights
         own = float(self.costs.own_seconds[kind.pool]) + self.own_left(kind) + self.end_start(kind)
         # The known plan's own stages must stay allowed, whatever rounding does.
@@ -574,10 +572,8 @@ class Squares:
         return whole
 
     def _totals(self, window: int, link: int, row: int, begins: slice = slice(None)) -> Floats:
-        """[begins, cuts] the sum from cuts on by a stage that ends at each other one.
-
-        Left out are stages that with the least sum from them on take longer than what is known.
-        """
+        """[begins, cuts] the sum from cuts on by a stage that ends at each other one."""
+        # Left out are stages that with the least sum from them on take longer than what is known.
         model = self.model
         totals: Floats = self._barred(window, link)[begins] + self.values[row]
         if model.pessimistic or np.isinf(model.most_seconds):

@@ -84,11 +84,9 @@ class Layouts(NamedTuple):
 
 
 def layouts(problem: PipelineProblem) -> Layouts:
-    """The layouts of the problem's pools; with ``exactly``, those that use all devices.
-
-    Pipelines placed round-robin also send from the last place to the first, a link that paths do
-    not count: where that can differ, only ordered layouts are listed.
-    """
+    """The layouts of the problem's pools; with ``exactly``, those that use all devices."""
+    # Pipelines placed round-robin also send from the last place to the first, a link that paths do
+    # not count: where that can differ, only ordered layouts are listed.
     if problem.traits.placement == "round-robin" and not has_one_order(problem):
         return Layouts(list(_ordered(problem)), are_all=False)
     widest = max(pool.num_devices for pool in problem.pools) if problem.replication else 1
@@ -522,10 +520,8 @@ def _proved(
 def _shapes(
     problem: PipelineProblem, found_layouts: Sequence[PipelineLayout], effort: Effort
 ) -> tuple[list[ScheduledLayout], ProblemError | None]:
-    """The layouts that the schedule can have; and why the last refused one cannot.
-
-    After a time limit no further layouts are looked at, if there is one.
-    """
+    """The layouts that the schedule can have; and why the last refused one cannot."""
+    # After a time limit no further layouts are looked at, if there is one.
     count = problem.num_microbatches
     endless = not problem.traits.flushes
     chunk_counts = problem.traits.num_model_chunks

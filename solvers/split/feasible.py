@@ -324,12 +324,10 @@ def greedy_counts(
 def counts_within(
     pool: SplitPool, counts: tuple[int, ...], limit: int, seconds: float
 ) -> tuple[int, ...] | None:
-    """Counts of at most ``limit`` devices in all that can do exactly B within ``seconds``.
-
-    The devices that can do most are tried first. Where they cannot add up to B, all choices are
-    judged at once by sums over pairs (devices used, samples short of the ideal). The ideal is that
-    the devices which can do most are full.
-    """
+    """Counts of at most ``limit`` devices in all that can do exactly B within ``seconds``."""
+    # The devices that can do most are tried first. Where they cannot add up to B, all choices are
+    # judged at once by sums over pairs (devices used, samples short of the ideal). The ideal is
+    # that the devices which can do most are full.
     passes = pool.passes(seconds)
     tops = pool.tops(passes)
     first = greedy_counts(pool, tops, counts, limit)

@@ -134,11 +134,9 @@ class _Choice:
         return sorted(times)
 
     def price(self, seconds: float, end: float) -> float | None:
-        """Bytes per sample at which no devices are worth the batch and all weights.
-
-        It shows that no devices compute within ``seconds`` and end within ``end``, by weak duality;
-        None: there is none.
-        """
+        """Bytes per sample at which no devices are worth the batch and all weights."""
+        # Such a price shows that no devices compute within ``seconds`` and end within ``end``, by
+        # weak duality. None: there is none.
         found = self.options(seconds, end)
         kinds = np.array([one.kind for one, _, _ in found], dtype=np.int64)
         rooms = np.array([room for _, _, room in found], dtype=np.float64)
@@ -257,13 +255,7 @@ class _Choice:
 def _least_end(
     problem: ShardedProblem, devices: Iterable[tuple[int, int, int]], least: float = 0.0
 ) -> float:
-    """The least end, not below ``least``, with which devices share all states; inf: none.
-
-    Args:
-        problem: The problem.
-        devices: (kind, room, number).
-        least: The longest fixed cost of devices that are used in any case.
-    """
+    """The least end, not below ``least``, with which devices share all states; inf: none."""
     held = [(problem.devices[kind], room, number) for kind, room, number in devices]
 
     def fits(end: float) -> bool:
@@ -285,10 +277,8 @@ def _least_end(
 
 
 def _windows(table: Worths, size: int, most: int) -> Worths:
-    """[samples + 1] the best entry of 1 to ``most`` passes of ``size`` before each.
-
-    The window is doubled until it is long enough: O(log most) operations on whole tables.
-    """
+    """[samples + 1] the best entry of 1 to ``most`` passes of ``size`` before each."""
+    # The window is doubled until it is long enough: O(log most) operations on whole tables.
     best, length = _shifted(table, size), 1
     while length < most:
         more = min(length, most - length)
@@ -406,11 +396,8 @@ def _fastest(choice: _Choice, cutoff: float) -> tuple[float, float, float] | Non
 
 
 def _simplest(choice: _Choice, seconds: float, end: float) -> tuple[_Choice, float]:
-    """A choice without recomputed or offloaded passes of types whose step is as long without them.
-
-    Returns:
-        It, and the time of its passes: they may be as long as the transfers that they hide.
-    """
+    """A choice without recomputed or offloaded passes that save no time, and its passes' time."""
+    # Passes may be as long as the transfers that they hide.
     longest = max(seconds, transfers(choice.problem, choice.shard)[0])
     for left_out in sorted({(one.activations, one.kind) for one in choice.entries}):
         entries = tuple(e for e in choice.entries if (e.activations, e.kind) != left_out)
@@ -420,11 +407,9 @@ def _simplest(choice: _Choice, seconds: float, end: float) -> tuple[_Choice, flo
 
 
 def _refuted(choice: _Choice, seconds: float) -> Iterator[RefutedShares]:
-    """Blocks of times of passes in which no plan of a choice takes only so long, each with a price.
-
-    A block begins where the one before ends, so its steps end within what its first time leaves.
-    """
+    """Blocks of times of passes in which no plan takes only so long, each with a price."""
     # Only steps under the limit need a proof: longer times of passes refute themselves.
+    # A block begins where the one before ends, so its steps end within what its first time leaves.
     least = min(kind.fixed_seconds for kind in choice.problem.devices)
     longer = (t for t in choice.candidates() if choice.step_seconds(t, least) <= seconds)
     times = [0.0, *longer]

@@ -202,10 +202,8 @@ class _Search:
     known: dict[tuple[tuple[int, ...], bytes, int], Rank | None] = field(default_factory=dict)
 
     def rank(self, level: Level, seconds: float, limit: Rank) -> Rank | None:
-        """The fewest passes, then devices, of a level within ``seconds`` each.
-
-        None where there are none, or none that come up to ``limit``.
-        """
+        """The fewest passes, then devices, of a level within ``seconds`` each."""
+        # None where there are none, or none that come up to ``limit``.
         if not holds(self.pool, level, seconds):
             return None
         # A table that does not count devices is cheaper, and most often enough.

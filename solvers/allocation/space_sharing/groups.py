@@ -114,10 +114,7 @@ class Partners:
         return most
 
     def beside(self, value: Floats) -> Floats:
-        """What each member's best companion earns [members, partners, columns].
-
-        A job is no company to itself.
-        """
+        """What each member's best companion earns [members, partners, columns]."""
         best = self.best(value)
         earned = best.reshape(-1, best.shape[2])[self.place].reshape(best.shape)
         earned[self.shut] = -np.inf
@@ -393,10 +390,8 @@ def _take(
     mass: float = 0.0,
     reached: float = 0.0,
 ) -> tuple[float, float]:
-    """Move times from the end of the pieces to the window until it holds ``count`` of time.
-
-    Returns what it then holds: time, and time by rate.
-    """
+    """Move times from the end of the pieces to the window until it holds ``count`` of time."""
+    # Returned is what it then holds: time, and time by rate.
     while pieces and mass < count:
         piece = pieces.pop()
         part = min(piece[1], count - mass)

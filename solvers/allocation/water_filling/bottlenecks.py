@@ -390,11 +390,9 @@ class LimitsAlone:
         return replace(found, x=x, z=z, objective=z, resource_prices=price)
 
     def _composed(self, price: Floats, end: Floats) -> Floats:
-        """Prices of the rest beside so much of the earlier ones that rows keep to their columns.
-
-        The more of these, the weaker the proof in relation to the pool's worth: the least that
-        refutes ``end`` as clearly as more would.
-        """
+        """Prices of the rest beside so much of the earlier ones that rows keep to their columns."""
+        # The more of these, the weaker the proof in relation to the pool's worth: the least that
+        # refutes ``end`` as clearly as more would.
         earlier, refuted, part = self.price / (self.small.capacity @ self.price), -np.inf, 1.0
         # Excess in units of the newest prices: it grows with ``part`` until the rows that stopped
         # keep to their columns, and then stays.
@@ -437,13 +435,9 @@ class LimitsAlone:
         return stuck, proof
 
     def _narrow(self, levels: Floats, rising: Bools, price: Floats) -> None:
-        """Close the columns that no row can use any more, and settle rows without a choice.
-
-        Args:
-            levels: Of the bottleneck [rows].
-            rising: Rows that it does not stop [rows].
-            price: Of resources in the program that found it, without those of earlier ones.
-        """
+        """Close the columns that no row can use any more, and settle rows without a choice."""
+        # ``levels``: Of the bottleneck [rows].
+        # ``rising``: Rows that it does not stop [rows].
         rent, wanted = rents(self.small, price), self.small.level * levels
         rate = np.where(self._open, self.small.rate, 0.0)
         # At the prices of this bottleneck: rows that it stops may use only their cheapest columns

@@ -489,10 +489,8 @@ def _binding(path: Path, cut: PriceCut, time: float) -> float:
 def _first_level(
     small: FractionProgram, path: Path, time: float, cut: PriceCut | None, caps: Floats
 ) -> tuple[FractionProgram, Floats, Floats, Floats]:
-    """The program of the first level, and prices of throughput, resources and time for it.
-
-    Where a job's own best ends the first level, it alone has a price.
-    """
+    """The program of the first level, and prices of throughput, resources and time for it."""
+    # Where a job's own best ends the first level, it alone has a price.
     alone = path.times[min(1, len(path.times) - 1)]
     until = min(alone, time)
     level = path.levels(until)
