@@ -740,6 +740,8 @@ def called(function: Callable[..., Any], inputs: Any) -> Any:
 
 def to_device(item: Any, device: torch.device) -> Any:
     """A collated batch with its tensors, and all else that has a method ``to``, on ``device``."""
+    if type(item) is list and {*map(type, item)} == {Tensor}:  # as a rule
+        return [tensor.to(device, non_blocking=True) for tensor in item]
 
     def moved(holder: Any) -> Any:
         try:

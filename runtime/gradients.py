@@ -499,7 +499,7 @@ LARGE_BYTES = 1 << 15
 """Gradients of so many bytes are written to a host's memory when they come."""
 MOST_MISSES = 3
 """Steps that began to learn anew, after which every parameter keeps its hook."""
-_gradient = attrgetter("grad")
+_gradient, _NO_GRADIENT = attrgetter("grad"), id(None)  # tensors are compared by slower means
 
 
 def have_no_gradients(parameters: Iterable[Tensor]) -> bool:
@@ -764,7 +764,8 @@ class GradientReducer:
         views = self._buffers.views
         if self._is_lean:
             self._check_versions()
-            self._take_all([i for i in self._awaited if self._parameters[i].grad is not None])
+            if self._awaited:
+                self._take_all([i for i in self._awaited if self._parameters[i].grad is not None])
         self._firsts.write()
         if not self._awaited:
             return
@@ -920,7 +921,7 @@ class GradientReducer:
         def closed(_: Tensor) -> None:
             if not self._is_armed:
                 return
-            if None in {*map(_gradient, parameters)}:
+            if _NO_GRADIENT in map(id, map(_gradient, parameters)):
                 return
             if bucket.is_ready:
                 raise came_twice(self._names[bucket.last])

@@ -103,7 +103,7 @@ class SplitEngine:
             return
         self.begin(step)
         batch = step.batch
-        with self._refusing():
+        try:
             if self._norms:
                 self._run_at_once(step)
             elif step.over_batch is not None:
@@ -116,19 +116,17 @@ class SplitEngine:
                             answer, rest = loss_and_rest(answer)
                             self._rest[item.virtual_node] = message_of(rest)
                         self._give(step, item, answer, last=number == len(batch.passes))
+        except RuntimeError as error:
+            self._refuse(error)
+            raise
         self.end(step)
         if step.has_aux:
             step.rest[:] = self._in_order(step, self._rest)
 
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """Say in one line what the level of determinism does not allow."""
-        try:
-            yield
-        except RuntimeError as error:
-            refusal = refusal_of(error, self._session.place.start.determinism)
-            if refusal is None:
-                raise
+    def _refuse(self, error: RuntimeError) -> None:
+        """Say in one line what the level of determinism does not allow, if that is the error."""
+        refusal = refusal_of(error, self._session.place.start.determinism)
+        if refusal is not None:
             raise refusal from error
 
     def begin(self, step: Step) -> None:
@@ -164,9 +162,13 @@ class SplitEngine:
     @contextmanager
     def looping(self, step: Step, item: Pass) -> Iterator[None]:
         """Let the script's own loop run a virtual node's pass in the body; ``give`` ends it."""
-        with self._refusing(), self._passing(item, counts=not step.round):
-            self._seed(step, item)
-            yield
+        try:
+            with self._passing(item, counts=not step.round):
+                self._seed(step, item)
+                yield
+        except RuntimeError as error:
+            self._refuse(error)
+            raise
 
     def check_loops(self) -> None:
         """Refuse a loop of the script's own where a worker's share must run in one pass.

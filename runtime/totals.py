@@ -265,9 +265,9 @@ class PackedSums:
         numbers: list[float] = sums.tolist()
         first, nodes = self.num_flags, self.num_nodes
         middle, rest = first + NUM_THIRDS * nodes, first + 2 * NUM_THIRDS * nodes
-        losses = [sum(numbers[first + node : middle : nodes]) for node in range(nodes)]
-        weights = [sum(numbers[middle + node : rest : nodes]) for node in range(nodes)]
-        products = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+        losses = _whole_of(numbers[first:middle])
+        weights = [*_whole_of(numbers[middle:rest])]
+        products = map(operator.mul, losses, weights)
         return [*numbers[:first], *products, *weights, *numbers[rest:]]
 
 
@@ -275,6 +275,14 @@ def _thirds_of_number(value: float) -> list[float]:
     if c_float(value).value == value:
         return [value, 0.0, 0.0]
     return [float(third) for third in _thirds_of(torch.tensor(value, dtype=torch.float64))]
+
+
+def _whole_of(thirds: Sequence[float]) -> Iterable[float]:
+    """[nodes] the doubles that [3 * nodes] float32 numbers add up to."""
+    nodes = len(thirds) // NUM_THIRDS
+    return map(
+        sum, zip(thirds[:nodes], thirds[nodes : 2 * nodes], thirds[2 * nodes :], strict=True)
+    )
 
 
 def _thirds_of(value: Tensor) -> list[Tensor]:
@@ -586,9 +594,13 @@ class StepTotals:
             return packed.unpack(sums)
         found = packed.unpack_on_host(sums)
         digits = found[_NODES : _NODES + _NUM_DIGITS]
-        found[_SETTINGS] = _number_of(digits[:_NUMBER_DIGITS])
-        found[_SQUARED] = _number_of(digits[_NUMBER_DIGITS:])
         del found[_NODES : _NODES + _NUM_DIGITS]
+        number, workers = self._settings_number, found[_WORKERS]
+        if digits == [*map(workers.__mul__, self._digits_of[1])]:  # as a rule: all have this one
+            found[_SETTINGS], found[_SQUARED] = number * workers, number**2 * workers
+        else:
+            found[_SETTINGS] = _number_of(digits[:_NUMBER_DIGITS])
+            found[_SQUARED] = _number_of(digits[_NUMBER_DIGITS:])
         return found
 
     def _packed(self) -> PackedSums:

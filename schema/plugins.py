@@ -91,9 +91,6 @@ class Registry(Generic[T]):
         Raises:
             ProblemError: Its plug-in cannot be loaded; the message names the distribution.
         """
-        entry = self._entries.get(name)
-        if entry is not None:  # the fast path, for solvers' inner loops
-            return entry[1]
         self._load_own()
         if name not in self._entries:
             for point in self._points():
@@ -120,6 +117,9 @@ class Registry(Generic[T]):
             ProblemError: The name is unknown (the message suggests a similar one), or its plug-in
                 cannot be loaded.
         """
+        entry = self._entries.get(name)
+        if entry is not None:  # the fast path, for inner loops of solvers and steps
+            return entry[1]
         found = self.find(name)
         if found is None:
             known = self.names()

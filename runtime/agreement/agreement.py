@@ -296,6 +296,8 @@ class OtherOptimizers:
 
 def _has_closure(values: Any, options: Any) -> bool:
     """Whether ``optimizer.step`` got a closure, by what its hooks get."""
+    if len(values) == 1 and not options:  # as a rule
+        return False
     return any(callable(value) for value in (*values[1:], options.get("closure")))
 
 
@@ -710,10 +712,11 @@ class Agreement:
         """Warn of a schedule that would restart in a joining worker, or after a restart."""
         self._settings.read()
         stays, self._epoch = epoch == self._epoch, epoch
-        if self._has_warned_of_schedule or self._has_schedule_kept or not stays:
+        if not (stays and self._is_saved and self._settings.has_changed):
             return
-        scheduled = any("initial_lr" in g for o in self._optimizers for g in o.param_groups)
-        if scheduled and self._settings.has_changed and self._is_saved:
+        if self._has_warned_of_schedule or self._has_schedule_kept:
+            return
+        if any("initial_lr" in g for o in self._optimizers for g in o.param_groups):
             self._has_warned_of_schedule = True
             if self._comparison.place().rank == 0:
                 log.warning(

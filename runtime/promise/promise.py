@@ -290,6 +290,19 @@ class _Tests:
         is_done = self.is_told and self.samples >= _MOST_SAMPLES or self.tries >= _MOST_TRIES
         self.due = 2 * self.steps if is_done else self.steps + 1
 
+    def are_usual(self, looked: Sequence[tuple[int, Counts]]) -> bool:
+        """Whether all passes of a step are seen to divide by the usual numbers, as a rule."""
+        usual = self.usual
+        if usual is None:
+            return False
+        for _, own in looked:
+            # A comparison with what is on a device would wait for it.
+            if Tensor in map(type, own.of_all) or Tensor in map(type, own.of_samples):
+                return False
+            if own.of_all != usual.of_all or own.of_samples != usual.of_samples:
+                return False
+        return True
+
     def unlike(self, counts: Sequence[Counts]) -> int | None:
         """The first pass of a step whose loss is divided by another number; None if none is."""
         if self.usual is None and counts:
@@ -381,7 +394,11 @@ class Promise:
         self._is_late: bool | None = None  # whether a worker reads numbers late; all alike
 
     def _of(self, function: Callable[..., Any]) -> _Tests:
-        return self._tests.setdefault(_key(function), _Tests())
+        key = _key(function)
+        found = self._tests.get(key)
+        if found is None:
+            found = self._tests[key] = _Tests()
+        return found
 
     def test(
         self, function: Callable[..., Any], batch: Batch, form: ReturnForm
@@ -458,6 +475,11 @@ class Promise:
         if self._together is not None:
             self._form = None
             self._test_again(self._asked, self._asked_node)
+            return
+        assert self._form is not None
+        if self._form[0].are_usual(self._looked):
+            self._form = None
+            self._looked.clear()
             return
         step = self._step()
         self._form = None  # a batch holds its loader's processes
@@ -600,5 +622,6 @@ def _key(function: Any) -> Any:
     """What stands for a function that the script may define anew in every step."""
     while (inner := getattr(function, "__func__", getattr(function, "func", None))) is not None:
         function = inner
-    function = inspect.unwrap(function)
+    if hasattr(function, "__wrapped__"):
+        function = inspect.unwrap(function)
     return getattr(function, "__code__", None) or type(function)
