@@ -51,6 +51,7 @@ from .protocol.messages import Recover, Resize
 
 LATE_SECONDS = 40.0
 LOOK_SECONDS = 0.5
+_LAUNCHER_SECONDS = 10.0  # how long a launcher that is up may not answer
 # The pause between two questions to the store: a fraction of the wait so far, within these limits.
 _PAUSE_FRACTION = 0.05
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.001, 0.05
@@ -452,6 +453,8 @@ def _connect(start: Start, number: int = 0) -> SharedStore:
     assert start.address is not None
     held_outside = start.is_slot or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     holds = not held_outside and start.rank == 0
+    if not holds:
+        _find_store(start, is_up=held_outside)
     # Where this process holds the store, a port in use does not mean that another worker is lost.
     make = TCPStore if holds else peers.guarded("store", TCPStore)
     store = make(
@@ -466,6 +469,31 @@ def _connect(start: Start, number: int = 0) -> SharedStore:
     # The launcher reads the keys of the first job; a script may prepare several.
     job = f"/job{number}" if number else ""
     return SharedStore(store).under(prefix_of(take_token())).under(f"hetflow/{restarts}{job}")
+
+
+def _find_store(start: Start, *, is_up: bool) -> None:
+    """Wait until the store's port answers, which ``is_up`` where a launcher holds it."""
+    # Torch waits too, but for minutes and without a word.
+    place, began, has_told = f"{start.address}:{start.port}", time.monotonic(), False
+    limit = _LAUNCHER_SECONDS if is_up else start.timeout_seconds
+    holder = "launcher" if is_up else "rank 0"
+    while True:
+        try:
+            socket.create_connection((start.address or "", start.port or 0), LATE_SECONDS).close()
+            return
+        except OSError as error:
+            waited = time.monotonic() - began
+            if waited > limit:
+                raise TargetError(
+                    f"no {holder} answers at {place} (MASTER_ADDR, MASTER_PORT), where the "
+                    f"{start.world_size} workers of the plan meet: {error.strerror or error}",
+                    hint="start the script with `hetflow launch PLAN SCRIPT`, torchrun or srun; "
+                    "by hand, start all workers, and unset HETFLOW_SLOT",
+                ) from error
+        if waited > LATE_SECONDS and not has_told:
+            has_told = True
+            log.warning(f"still waiting for {holder} at {place}; up to {limit:g} s")
+        time.sleep(_MAX_PAUSE_SECONDS)
 
 
 def _slot_of(start: Start, store: SharedStore) -> int:

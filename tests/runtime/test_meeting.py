@@ -1,18 +1,23 @@
 """Workers that wait for each other: who is late, who never comes, and who cannot work together."""
 
 import logging
+import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hetflow.runtime.group import Build, Meeting, check_builds, own_build
+from hetflow.runtime import group
+from hetflow.runtime.group import Build, Meeting, check_builds, join, own_build
 from hetflow.runtime.peers import SharedStore
+from hetflow.runtime.protocol.environment import read_environment
+from hetflow.schema import files
 from hetflow.schema.errors import LaunchError, PeerLostError, TargetError
 from hetflow.schema.files import to_json
-from hetflow.schema.launch import Determinism
+from hetflow.schema.launch import Determinism, LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.schema.records import adapter_of
 
 TYPES = ["V100", "V100", "P100"]
@@ -27,6 +32,36 @@ def meeting(limit_seconds: float = 60.0, late_seconds: float = 60.0) -> Meeting:
     )
     made.store.set("word/0", "zero")
     return made
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [({"HETFLOW_SLOT": "1"}, "no launcher answers at"), ({}, "no rank 0 answers at")],
+)
+def test_a_worker_that_nobody_waits_for_is_told(
+    variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [(VirtualNode(index=rank, batch_size=4),) for rank in range(2)]
+    slots = tuple(
+        WorkerSlot(rank=rank, device_type="cpu", virtual_nodes=own)
+        for rank, own in enumerate(nodes)
+    )
+    files.write(tmp_path / "plan.json", LaunchConfig(model="m", global_batch_size=8, workers=slots))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setattr(group, "_LAUNCHER_SECONDS", 0.0)
+    monkeypatch.setattr(group._Jobs, "joining", False)
+    start = read_environment(
+        {
+            "HETFLOW_PLAN": str(tmp_path / "plan.json"),
+            **{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+            **{"MASTER_PORT": str(port), "HETFLOW_TIMEOUT": "0"},
+            **variables,
+        }
+    )
+    with pytest.raises(TargetError, match=f"{said} 127.0.0.1:{port} .*refused") as ended:
+        join(start)
+    assert "hetflow launch" in str(ended.value.hint)
 
 
 def test_words_come_by_rank_once_all_are_there() -> None:
