@@ -94,13 +94,7 @@ def _own_faults(plan: Plan) -> Verdict:
 
 
 def faults_against(plan: Plan, view: View, problem: Problem) -> Verdict:
-    """List the faults of a plan against what its solver saw, and of that against the problem.
-
-    Args:
-        plan: A plan of the view's kind.
-        view: The costs that it was planned by.
-        problem: The profiles, the pool and what else the view was made of.
-    """
+    """List the faults of a plan against what its solver saw, and of that against the problem."""
     from .checks import batch_split, parallel, pipeline, profiled, sharded_split
 
     if isinstance(view, SplitProblem):

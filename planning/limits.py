@@ -38,10 +38,6 @@ class TimeShares:
     """Shares the time limit among the searches of a command, which run one after another.
 
     Time counts from when the clock is made, which is before profiles are read.
-
-    Args:
-        limits: The command's limits.
-        now: Returns the seconds of a monotonic clock.
     """
 
     def __init__(self, limits: SolveLimits, now: Callable[[], float] = time.monotonic) -> None:
@@ -56,11 +52,7 @@ class TimeShares:
         return max(self._end - self._now(), 0.0)
 
     def part(self, searches_left: int) -> "TimeShares":
-        """Return a clock that ends when a fair part of the time left is over.
-
-        Args:
-            searches_left: Number of searches that share the time left, including the next one.
-        """
+        """Return a clock that ends when a fair part of the time left is over."""
         left = self.seconds_left
         if left is None:
             return self

@@ -81,11 +81,6 @@ def links_of(
     the network between servers as the slowest of all. Where no profile measured any, the user is
     asked.
 
-    Args:
-        profiles: One for each type of the pool.
-        cluster: The pool; its own bandwidths come first.
-        link_bytes_per_second: What links that it does not state were said to do.
-
     Raises:
         ProblemError: A link was neither stated nor measured.
     """
@@ -117,13 +112,7 @@ def links_of(
 
 
 class LinkSource:
-    """Answers for the links of a pool, and keeps what it answered for those not stated.
-
-    Args:
-        profiles: One for each type of the pool.
-        pool: Whose links.
-        said: Bytes per second that links which it does not state were said to have.
-    """
+    """Answers for the links of a pool, and keeps what it answered for those not stated."""
 
     def __init__(self, profiles: Sequence[Profile], pool: Cluster, said: float | None) -> None:
         self._profiles, self._pool, self._said = profiles, pool, said

@@ -8,13 +8,7 @@ from ..schema.plan import Prediction
 
 
 def priced(predicted: Prediction, devices: Mapping[str, int], pool: Cluster) -> Prediction:
-    """Add dollars per hour and per million samples; nothing if a price is unknown.
-
-    Args:
-        predicted: The prediction of a plan.
-        devices: Device type -> number of devices in use.
-        pool: Gives each type's dollars per hour of one device.
-    """
+    """Add dollars per hour and per million samples; nothing if a price is unknown."""
     kinds = pool.spelled_as(devices).device_types
     hourly = 0.0
     for name, number in devices.items():

@@ -208,10 +208,6 @@ class Question:
 def question_of(asked: SolveRequest, pool: Cluster | None = None) -> Question:
     """Read what a request names: profiles, pool, optimizer, and runs that correct the profiles.
 
-    Args:
-        asked: The request.
-        pool: The request's pool where it was read already, to have prices.
-
     Raises:
         ProblemError: No solver plans the schedule, or profiles, pool and runs do not fit together.
         FileError: A file is missing or has faults.

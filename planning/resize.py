@@ -17,12 +17,6 @@ from .solve import solve
 def split_again(now: LaunchConfig, before: Plan, profiles: Profiles, pool: Pool) -> Plan:
     """Find the best split of a job's equal virtual nodes over other devices.
 
-    Args:
-        now: The config of the running launch.
-        before: The plan that the launch started with.
-        profiles: Profiles of its model, or their folder.
-        pool: All devices that the job has from now on.
-
     Raises:
         ProblemError: The job's virtual nodes differ in size.
         InfeasibleError: The virtual nodes do not fit these devices.
@@ -46,12 +40,6 @@ def split_again(now: LaunchConfig, before: Plan, profiles: Profiles, pool: Pool)
 
 def cut_again(now: LaunchConfig, before: Plan, profiles: Profiles, pool: Pool) -> Plan:
     """Find the best pipeline plan with the same schedule, microbatches, links and optimizer.
-
-    Args:
-        now: The config of the running launch of a pipeline.
-        before: The plan that the launch started with.
-        profiles: Profiles of its model, or their folder.
-        pool: All devices that the job has from now on.
 
     Raises:
         ProblemError: No solver plans the schedule.

@@ -40,10 +40,6 @@ def compiled_if_often(
     """A function that goes over to its compiled twin, of the same digits, when it is called often.
 
     So a single allocation, or a simulation of a few jobs, never waits for the compiler.
-
-    Args:
-        plain: The function in numpy.
-        load: Gives the twin; only called where numba is installed.
     """
     calls = 0
     twin: Callable[..., Any] | None = None

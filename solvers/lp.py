@@ -157,8 +157,7 @@ def _silent_highs(options: Mapping[str, float | bool]) -> Any:
 def assign(cost: Any) -> tuple[Any, Any]:
     """The assignment of rows to columns of least total cost; every row gets a column.
 
-    Args:
-        cost: Finite [rows, columns], at least as many columns as rows.
+    ``cost`` is finite [rows, columns], with at least as many columns as rows.
 
     Returns:
         Rows and their columns.
@@ -251,11 +250,7 @@ class LinearSession:
         self._highs.changeColBounds(column, 0.0, high)
 
     def solve(self, with_prices: bool = True) -> LinearAnswer | None:
-        """Maximise; None where HiGHS finds no optimum (infeasible, unbounded, numbers).
-
-        Args:
-            with_prices: Whether to read the prices, which take a moment; else there are none.
-        """
+        """Maximise; None where HiGHS finds no optimum (infeasible, unbounded, numbers)."""
         # A basis from before there were new columns is still a primal one.
         # The primal method goes on from there; the dual one, HiGHS's choice, after changes of
         # bounds.

@@ -103,10 +103,6 @@ class Dashboard:
     def __init__(self, folder: Path, address: Address) -> None:
         """Listen on an address; nothing is answered before ``answering``.
 
-        Args:
-            folder: The cluster's state; it may not be there yet.
-            address: Where to listen.
-
         Raises:
             ProblemError: The address is in use, or not one of this host.
         """

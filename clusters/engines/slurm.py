@@ -154,15 +154,7 @@ def render_script(folder: Path) -> str:
 def submission(
     folder: Path, gpus: NodeGpus, count: int, after: Sequence[str], script: Path
 ) -> list[str]:
-    """The ``sbatch`` command of a lease.
-
-    Args:
-        folder: The lease's.
-        gpus: Where it runs.
-        count: How many of these GPUs.
-        after: Numbers of the Slurm jobs that must be over before.
-        script: The batch script.
-    """
+    """The ``sbatch`` command of a lease."""
     command = [
         "sbatch", "--parsable", "--no-requeue", "--job-name", job_name(folder), "--nodes=1",
         "--ntasks=1", "--nodelist", gpus.node, f"--gres={gpus.gres}:{count}",

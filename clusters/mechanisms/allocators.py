@@ -86,9 +86,7 @@ class FlatLas:
     def __init__(self, *, weighted: bool = False, blind: bool = False) -> None:
         """Start with nothing solved.
 
-        Args:
-            weighted: Whether priority weights count.
-            blind: Whether types that cannot run a job count as if they did, where it fits.
+        ``blind``: types that cannot run a job count as if they did, where it fits.
         """
         self.name = "las_weighted" if weighted else "las"
         self.weighted, self.blind = weighted, blind
@@ -197,12 +195,7 @@ class WarmLas:
     leaves_idle = False
 
     def __init__(self, *, weighted: bool = False, shares_space: bool = False) -> None:
-        """Start cold.
-
-        Args:
-            weighted: Whether priority weights count.
-            shares_space: Whether pairs of jobs may share devices.
-        """
+        """Start cold."""
         self.name = "las_weighted" if weighted else "las"
         self.weighted, self.shares_space = weighted, shares_space
         self._program: WarmMaxMin | None = None
@@ -517,10 +510,6 @@ def solve_what_can_be_met(instance: Instance, policy: Policy) -> tuple[Outcome, 
     Dropped at once: SLOs in the past, and those that ask for more than the job's fastest devices.
     Then, one after another, the SLO whose throughput costs most at the prices of the bottleneck
     (of the program that raises all floors together). Of equals it is the earlier job's.
-
-    Args:
-        instance: The jobs; SLOs that are in the past are not positive.
-        policy: Any policy; without floors nothing is dropped.
 
     Returns:
         The outcome, and the jobs (places) whose SLO was dropped.

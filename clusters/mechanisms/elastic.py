@@ -129,11 +129,6 @@ def fair_shares(weights: Sequence[float], demands: Sequence[int], free: int) -> 
     """Whole devices by weight, each job at most its demand (weighted max-min with water filling).
 
     Each job gets at least one device where there are enough of them.
-
-    Args:
-        weights: Weight of each job.
-        demands: Devices each asks for, at least one.
-        free: Devices to share.
     """
     exact = _filled(weights, demands, free)
     with_one = set[int]()

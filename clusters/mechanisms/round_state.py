@@ -256,11 +256,8 @@ class RoundState:
     ) -> "RoundState":
         """No jobs, and every device up.
 
-        Args:
-            pool: Devices and throughputs.
-            servers: Devices of each type on each server that has it [types][servers]; None:
-                placement does not count.
-            seed: Of the draws.
+        ``servers`` [types][servers] are devices of each type on each server that has it; None:
+        placement does not count.
         """
         seats = None if servers is None else Servers([list(sizes) for sizes in servers])
         return cls(pool, np.random.default_rng(seed), seats)

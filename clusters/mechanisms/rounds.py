@@ -75,12 +75,8 @@ def choose_alone(
 ) -> Ints:
     """Choose the jobs of the next round: each job's type, ``NOWHERE`` for waiting jobs [jobs].
 
-    Args:
-        state: The jobs.
-        allocator: The policy.
-        rules: How rounds decide.
-        free: Devices of each type to choose for [types]; None: all that are up.
-        stay: Jobs that are not to be chosen [jobs]; None: all may be.
+    Chosen for ``free`` devices [types] (None: all that are up); jobs in ``stay`` [jobs] are not
+    chosen.
     """
     active, free = state.active, state.up if free is None else free
     joint = rules.selection == "joint"
@@ -164,13 +160,8 @@ def seat_on_servers(
 ) -> tuple[Bools, Bools]:
     """Place jobs on servers; whether each is consolidated, and whether it moved [placements].
 
-    Args:
-        state: Its servers remember who sat where.
-        ids: The jobs of each placement.
-        kind: Device type of each.
-        scale: Devices of each.
-        standing: Devices that work, by type and server [types][servers]; None: all.
-        apart: Whether each may be spread.
+    ``standing`` [types][servers] are devices that work (None: all); ``apart`` says who may be
+    spread.
     """
     servers = state.servers
     if servers is None:
@@ -262,12 +253,10 @@ def priorities(allocation: Floats, received_seconds: Floats, worker_seconds: Flo
 def fill_idle(priority: Floats, relative: Floats) -> Floats:
     """Rank pairs without a share behind all others, by speed relative to the job's best.
 
-    Devices that would stay idle are then given away all the same; pairs that cannot run get
-    minus infinity.
+    Devices that would stay idle are then given away all the same; pairs that cannot run get minus
+    infinity.
 
-    Args:
-        priority: Priorities [types, jobs].
-        relative: Rates relative to each job's best, 0 where it cannot run [types, jobs].
+    Both [types, jobs]; ``relative`` is 0 where a job cannot run.
     """
     # Shares are above 0 and relative speeds at most 1, so these come behind all shares.
     answer: Floats = np.where(priority > 0, priority, relative - 2.0)
@@ -280,10 +269,8 @@ def choose(priority: Floats, scale: Ints, free: Ints) -> Ints:
 
     Ties go to the type, then the job, that stands first.
 
-    Args:
-        priority: [types, jobs]; minus infinity where a job must not run.
-        scale: Devices that each job asks for [jobs].
-        free: Devices of each type [types].
+    ``priority`` [types, jobs] is minus infinity where a job must not run; ``scale`` [jobs] and
+    ``free`` [types] are devices.
 
     Returns:
         The type each job runs on, ``NOWHERE`` for the others [jobs].
@@ -317,13 +304,8 @@ def choose_by_type(
 
     Returns the type of each job [jobs].
 
-    Args:
-        priority: As for ``choose``.
-        ties: Of equal priorities the larger of these goes first [types, jobs]; then, and
-            where this is None at once, the job that stands first.
-        scale: As for ``choose``.
-        free: As for ``choose``.
-        order: The order in which types are served.
+    ``priority``, ``scale`` and ``free`` are as for ``choose``. Of equal priorities the larger of
+    ``ties`` [types, jobs] goes first, then the job that stands first.
     """
     chosen = np.full(len(scale), NOWHERE, dtype=np.int64)
     may_run = priority > -np.inf

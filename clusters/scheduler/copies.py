@@ -35,11 +35,7 @@ class Copies:
         self._last, self._version, self._said = float("-inf"), -1, ""
 
     def keep(self, now: float) -> None:
-        """Copy it, where that is due.
-
-        Args:
-            now: Monotonic seconds.
-        """
+        """Copy it, where that is due."""
         if now - self._last < EVERY_SECONDS:
             return
         self._last = now

@@ -93,12 +93,7 @@ class KnownJobs:
         return pool_from(rates, self._num_devices, self._dollars_per_hour)
 
     def admit(self, jobs: Mapping[int, Sequence[Rate]], models: Collection[str]) -> bool:
-        """Know jobs that come in; whether ``pool`` is another one now.
-
-        Args:
-            jobs: The rates of each.
-            models: Of the jobs that are present. The rates of others are forgotten.
-        """
+        """Know jobs that come in; whether ``pool`` is another one now."""
         self._numbers |= {str(job): _numbers_of(rates) for job, rates in jobs.items()}
         new = _by_key(rate for rates in jobs.values() for rate in rates)
         if new.items() <= self._rates.items():
@@ -161,15 +156,7 @@ def note(
     predicted: float | None,
     measured: float | None,
 ) -> bool:
-    """Record what a lease measured; whether it says anything.
-
-    Args:
-        store: The state, in a transaction.
-        kind: The job's kind.
-        types: The lease's device types.
-        predicted: Steps per second by its plan.
-        measured: As they were.
-    """
+    """Record what a lease measured; whether it says anything."""
     if not predicted or not measured or not math.isfinite(measured / predicted):
         return False
     name = _name(types)

@@ -55,11 +55,6 @@ class Scheduler:
     def __init__(self, store: ClusterStore, engine: Engine, settings: ClusterSettings) -> None:
         """Go on where the state is.
 
-        Args:
-            store: The state; no other scheduler may use it.
-            engine: Where jobs run.
-            settings: How.
-
         Raises:
             ProblemError: The state is of other devices, or the policy does not fit.
         """

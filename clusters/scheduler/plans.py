@@ -196,11 +196,6 @@ def rates_of(
 
     Numbers in its range without a plan that uses them all are left out.
 
-    Args:
-        asked: The job.
-        num_devices: The cluster's devices by type.
-        no_mixes: As for ``throughput_of``.
-
     Raises:
         InfeasibleError: It can run with none of them.
         HetflowError: As ``throughput_of``.
@@ -358,12 +353,6 @@ def rates_and_wish(
 ) -> tuple[tuple[Rate, ...], Wish]:
     """A new job's rates, as ``rates_of`` gives them, and its wish.
 
-    Args:
-        asked: The job.
-        num_devices: The cluster's devices by type.
-        layout: These on servers.
-        variant: Which of EasyScale's schedulers.
-
     Raises:
         InfeasibleError: No server can hold it.
         HetflowError: Its profiles are gone, or have faults.
@@ -392,14 +381,7 @@ def wish_of(
     types: Sequence[str],
     ratio: Callable[[Iterable[str]], float] = lambda types: 1.0,
 ) -> Wish:
-    """What a job can run on.
-
-    Args:
-        asked: The job.
-        rates: Those that are known.
-        types: Of the cluster, in order.
-        ratio: Measured over predicted speed on some types, for rates that are made later.
-    """
+    """What a job can run on."""
     known = dict[ByType, float]()
     for one in rates:
         if isinstance(one, MixThroughput):

@@ -235,12 +235,6 @@ class Group:
     ) -> None:
         """Serve nobody yet.
 
-        Args:
-            folder: The cluster's, which is this user's.
-            name: The group's.
-            may_run_as: Whether jobs of a user can run as that user.
-            answer: Answers requests, in threads of its own.
-
         Raises:
             ProblemError: There is no such group, or this system does not say who connects.
         """

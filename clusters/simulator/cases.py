@@ -418,13 +418,6 @@ def simulate_rounds(
 ) -> Simulation:
     """Run jobs to their end.
 
-    Args:
-        jobs: In order of arrival; may be a stream.
-        pool: Devices and throughputs.
-        allocator: The policy.
-        options: The mechanism's.
-        on_progress: Called now and then with jobs done and the time in seconds.
-
     Raises:
         ProblemError: The trace makes no sense.
         InfeasibleError: No job fits the pool, or devices fail so often that no job ends.

@@ -119,31 +119,13 @@ def run_stretch(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Run rounds until a job ends or arrives, an allocation is due, or ``most`` are run.
 
-    Args:
-        pairs: The blocks of ``Active``, written in place, and the ``number`` of places in use.
-        floats: See ``pairs``.
-        ints: See ``pairs``.
-        number: See ``pairs``.
-        free: Devices of each type [types].
-        orders: In which order types are served [rounds, types]; where ``draws_orders`` is not
-            set, the first row is every round's.
-        draws_orders: See ``orders``.
-        worker_seconds: Sum of the seconds received, added to [types].
-        busy: Device-seconds, added to [types].
-        now: The time, in seconds.
-        until: When the next job arrives.
-        due: The time of the last allocation, and how long after it the next one is due.
-        most: Rounds to run at most.
-        round_seconds: See ``RoundOptions``.
-        lost_seconds: What a restart and what a resize costs.
-        ends: Whether the convention is the published one, and ``ends_early`` of ``RoundOptions``.
-        fills_idle: See ``RoundOptions``.
-        limits: ``ANY_SHARE`` and ``STEPS_LEFT`` of ``options``.
-        chosen: Scratch [places], as are ``wanted`` and ``priority``.
-        wanted: See ``chosen``.
-        priority: See ``chosen``.
-        ended: Receives the places of jobs that end [places].
-        finish: Receives when they do [places].
+    ``pairs``, ``floats`` and ``ints`` are the blocks of ``Active`` with ``number`` places in use,
+    written in place. ``orders`` [rounds, types] is the order in which types are served; without
+    ``draws_orders`` its first row is every round's. ``worker_seconds`` and ``busy`` [types] are
+    added to. ``due`` is the time of the last allocation, and how long after it the next is due.
+    ``lost_seconds`` is what a restart and a resize cost; ``ends`` whether the convention is
+    published, and rounds end early. ``chosen``, ``wanted`` and ``priority`` [places] are scratch;
+    ``ended`` and ``finish`` [places] receive who ends, and when.
 
     Returns:
         The time, the rounds run, and how many jobs ended.

@@ -399,10 +399,7 @@ def simulate_proposals(
 def est_rate(capability: tuple[float, ...], counts: Counts, max_p: int) -> float:
     """Mini-batches per second of maxP ESTs on N_i devices: 1 / f_overload, at the best A_i.
 
-    Args:
-        capability: C_i, mini-batches per second of one EST on a device of each type.
-        counts: N_i.
-        max_p: Number of ESTs.
+    ``capability`` C_i is the rate of one EST on a device of each type, ``counts`` N_i.
     """
     used = [(c, n) for c, n in zip(capability, counts, strict=True) if n and c > 0]
     # All overloads at which some device gets one more EST: the least of them that holds all is the

@@ -149,11 +149,8 @@ class SpanBook:
     ) -> None:
         """Note a stretch of time.
 
-        Args:
-            placements: Who holds how much.
-            start_seconds: Of the stretch.
-            ends: When each job of each placement lets go [placements][jobs], in seconds.
-            standing: Devices that work, by type and server [types][servers]; None: all.
+        ``ends`` [placements][jobs] is when each job lets go, in seconds; ``standing``
+        [types][servers] what works.
         """
         self._stretch += 1
         if standing is not None:

@@ -290,10 +290,7 @@ class Rounds:
     def strike(self, ids: Sequence[tuple[str, ...]], usage: Ints, outages: Outages) -> Ints:
         """Let devices fail in this round; which holders they hit.
 
-        Args:
-            ids: The jobs of each holder [holders].
-            usage: Devices that each holds of each type [types, holders].
-            outages: What fails.
+        ``usage`` [types, holders] are the devices that each holds.
         """
         seats: list[Seats] = [
             [(kind, 0, number) for kind, number in enumerate(column) if number]
@@ -315,12 +312,7 @@ class Rounds:
         return steps / rate + lost, steps
 
     def lost(self, jobs: Ints, moved: Bools) -> Floats:
-        """Seconds that jobs lose at the round's begin: those that start, move or are resized.
-
-        Args:
-            jobs: Places of jobs.
-            moved: Whether each has other devices than in the last round, or some at last.
-        """
+        """Seconds that jobs lose at the round's begin: those that start, move or are resized."""
         options = self.options
         lost: Floats = np.where(moved, options.restart_seconds, 0.0)
         if options.resize_seconds is not None:
@@ -344,12 +336,7 @@ class Rounds:
         return np.array([len(each) == 1 for each in used], dtype=bool)
 
     def end(self, seconds: Floats, done: Bools) -> float:
-        """When the round ends: with its last job by the published convention, else in time.
-
-        Args:
-            seconds: How long each job works [jobs that run].
-            done: Whether it then ends.
-        """
+        """When the round ends: with its last job by the published convention, else in time."""
         last = self.now + float(seconds.max(initial=0.0))
         if self.options.convention == "published" and len(seconds):
             return last
@@ -382,13 +369,8 @@ class Rounds:
     ) -> None:
         """Record which job holds which devices in this round.
 
-        Args:
-            book: What to keep it in.
-            ids: The jobs of each placement [placements].
-            column: Where each is.
-            often: How many times the devices of its column each holds.
-            seconds: How long each job works [placements][jobs].
-            struck: Placements that a failure hits in this round.
+        ``seconds`` [placements][jobs] is how long each works; ``struck`` are places that a failure
+        hits.
         """
         servers = self.state.servers
         held = (self.pool.resources[:, column] * often).T.tolist()

@@ -28,10 +28,6 @@ def check(allocation: Allocation, problem: AllocationProblem) -> list[str]:
     If no judge is registered for the policy, only the constraints that every allocation must keep
     are checked, and the objective is not.
 
-    Args:
-        allocation: The allocation to check.
-        problem: The jobs, throughputs and devices that it claims to be for.
-
     Returns:
         One sentence per fault.
     """
@@ -312,10 +308,7 @@ def least_cost(rates: Floats, rents: Floats, throughput: Floats) -> Floats:
 
     A cheapest way splits the job's time over at most two columns, or a column and idling.
 
-    Args:
-        rates: Steps per second [jobs, columns].
-        rents: What all of a job's time on a column costs [jobs, columns].
-        throughput: Steps per second [jobs].
+    ``rates`` and ``rents`` [jobs, columns]; a rent is what all of a job's time on a column costs.
     """
     idle = np.zeros((len(rates), 1))
     speeds, costs = np.hstack((idle, rates)).T, np.hstack((idle, rents)).T

@@ -65,10 +65,7 @@ def _sync_or_bound(measured: Sync | SyncPoint) -> float:
 def exposed_seconds(option: DeviceOption, num_devices: int, size: int) -> float | None:
     """Synchronisation seconds exposed at a batch size, beyond the least of all sizes.
 
-    Args:
-        option: The device type.
-        num_devices: Devices in the whole plan.
-        size: Samples of the device's last virtual node.
+    ``size`` is that of the device's last virtual node, in samples.
 
     Returns:
         A linear interpolation between the nearest measured sizes; None if synchronisation was not
@@ -327,10 +324,6 @@ def tied_weights(layers: Sequence[PipelineLayer]) -> list[SharedWeights]:
 
 def tied_bytes(layers: Sequence[PipelineLayer], inside: set[str]) -> tuple[int, int]:
     """Count the bytes of tied weights that a stage shares with other stages.
-
-    Args:
-        layers: All layers of the model.
-        inside: Ids of the stage's layers.
 
     Returns:
         Bytes of which the stage keeps a copy, because it uses weights that other stages hold; and

@@ -239,11 +239,6 @@ def objective_of(allocation: Allocation, pool: Pool, reached: Reached) -> float 
     """Compute the policy's objective at an allocation; None if the policy has no judge.
 
     For water filling this is the objective of the first level.
-
-    Args:
-        allocation: The allocation; names the policy.
-        pool: The problem as the policy sees it.
-        reached: Effective throughput of each job, steps per second.
     """
     known = judge_of(allocation.policy)
     if known is None:

@@ -45,11 +45,7 @@ def kinds_of(pool: Cluster) -> set[DevicePair]:
 
 
 class JudgedLinks:
-    """The links of a problem's pool.
-
-    Args:
-        problem: Its pool, profiles and stated rate.
-    """
+    """The links of a problem's pool."""
 
     def __init__(self, problem: Problem) -> None:
         self._pool, self._said = problem.pool, problem.link_bytes_per_second

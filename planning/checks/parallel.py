@@ -38,10 +38,6 @@ _NEAR = 1e-9
 def check(plan: Plan, problem: ParallelProblem) -> Verdict:
     """List every fault of a plan; an empty list means that it is valid.
 
-    Args:
-        plan: The plan to check.
-        problem: The problem that the plan claims to answer.
-
     Returns:
         One sentence per fault; and how the bound is known.
     """

@@ -28,10 +28,6 @@ _TOLERANCE = 1e-6
 def check(plan: Plan, problem: PipelineProblem) -> Verdict:
     """List every fault of a plan for a problem.
 
-    Args:
-        plan: The plan to check, from a solver or a file.
-        problem: The problem that it claims to answer.
-
     Returns:
         One line per fault, empty if the plan is valid; and how its bound is known.
     """
@@ -475,10 +471,6 @@ PARTS = (
 
 def step_seconds(plan: Plan, lists: Lists | None = None) -> float:
     """Seconds of a step with a flush, from the seconds of the plan's stages.
-
-    Args:
-        plan: A plan with the seconds of its stages.
-        lists: Its lists, if they were judged before.
 
     Raises:
         ProblemError: The schedule does not support the plan's shape, or its lists have faults.

@@ -202,12 +202,7 @@ def _sync_bound_faults(plan: Plan, by_type: dict[str, Profile]) -> Iterator[str]
 
 
 def stated_faults(plan: Plan, profiles: Sequence[Profile]) -> list[str]:
-    """List what a plan repeats of its profiles, and what they do not say.
-
-    Args:
-        plan: A plan of any kind.
-        profiles: Profiles of its model.
-    """
+    """List what a plan repeats of its profiles, and what they do not say."""
     used = [profile for profile in profiles if profile.device_type in plan.devices_by_type]
     faults = []
     estimated = [profile.estimate for profile in used if profile.estimate is not None]

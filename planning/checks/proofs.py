@@ -25,10 +25,6 @@ def proof_faults(proof: Proof, near: float) -> Iterator[str]:
 
     Only a plan that meets its bound is optimal: exactly, or within the tolerance that the proof
     states, up to which the measurements cannot tell plans apart.
-
-    Args:
-        proof: The proof of a plan.
-        near: Relative rounding of its numbers.
     """
     optimal, tolerance = proof.termination == "optimal", proof.tolerance
     if proof.lower_bound is None:

@@ -18,10 +18,6 @@ def point_at(batch_curve: Sequence[BatchPoint], batch_size: int) -> BatchPoint:
     Time, its parts and memory are taken as linear between profiled sizes, and the spread is the
     wider of the two. Nothing is assumed outside the profiled range.
 
-    Args:
-        batch_curve: Points in ascending order of batch size.
-        batch_size: Samples per pass.
-
     Raises:
         ProblemError: ``batch_size`` lies outside the profiled range.
     """

@@ -36,10 +36,6 @@ def corrected_by_splits(
     The order of the runs does not matter, and a run that measured what was predicted changes
     nothing. After a single run, ``costs.split.predict`` gives its plan the step it measured.
 
-    Args:
-        profiles: One a device type.
-        runs: Of split plans, each one that `observed.why_not` lets pass.
-
     Returns:
         The profiles in their order, and one sentence for each measurement that was not used.
     """

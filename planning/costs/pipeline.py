@@ -195,12 +195,8 @@ def weight_versions(schedule: str, in_flight: int) -> int:
 def kept_per_weight_byte(versions: int, state_bytes_per_weight_byte: float) -> float:
     """Bytes that a replica keeps for each byte of its stage's weights.
 
-    They are the versions, one copy of the gradients, and the optimizer's state. The runtime adds up
-    gradients in place, under every schedule; the state is there once for all versions.
-
-    Args:
-        versions: From ``weight_versions``.
-        state_bytes_per_weight_byte: Of the optimizer, measured or stated.
+    They are the versions, one copy of the gradients, and the optimizer's state. The runtime adds
+    up gradients in place, under every schedule; the state is there once for all versions.
     """
     return versions + 1 + state_bytes_per_weight_byte
 

@@ -43,13 +43,9 @@ def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction
     ``max_i (v_i t_i(b_i / v_i) + e_i(b_i / v_i)) + sync(n) + max (update + fixed)``, the last two
     over the device types in use; nothing is synchronised on a single device. ``e_i`` is what more
     of the synchronisation is exposed at that size than at the best (``exposed_seconds``, in
-    ``sync_seconds`` of the prediction). Curves, updates and fixed costs are
-    those of a device alone where the plan has one in all, else those of a busy host. The slowest
-    device's time is told in parts where its profile tells them.
-
-    Args:
-        problem: Profiles of the device types.
-        groups: What each device does; sizes between profiled ones are interpolated.
+    ``sync_seconds`` of the prediction). Curves, updates and fixed costs are those of a device
+    alone where the plan has one in all, else those of a busy host. The slowest device's time is
+    told in parts where its profile tells them.
 
     Raises:
         ProblemError: A group names a type or a size that the problem does not have.

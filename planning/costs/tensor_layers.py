@@ -41,10 +41,6 @@ def sharded_layers(table: LayerTable, degree: int) -> tuple[ShardedLayer, ...]:
     figure 4.3), the gradient of a column-parallel layer's input going backward (f): once where
     several read the same, by the first of them. Of a block of h-wide sequences that is b s h
     elements four times, 4.3.2.
-
-    Args:
-        table: Of whole layers, with roles.
-        degree: Tensor-parallel size, t.
     """
     layers = {layer.id: layer for layer in table.layers}
     read = _whole_inputs(table, layers)
@@ -180,10 +176,6 @@ def sequence_layers(table: LayerTable, degree: int) -> tuple[ShardedLayer, ...] 
     """Every layer's share, in the order of the table; None if tokens cannot be spread.
 
     Reduced bytes are those of all-reduces: an all-gather or a reduce-scatter counts as half.
-
-    Args:
-        table: Of whole layers, with roles.
-        degree: Tensor-parallel size, t.
     """
     norms = _norms(table)
     if norms is None:

@@ -468,10 +468,8 @@ def solve(
 ) -> Solution | None:
     """Solve a program without pairs, to a relative gap of about 1e-10 where numbers suffice.
 
-    Args:
-        program: The program.
-        walk: How steps are taken.
-        should_stop: Asked before each step; True ends with the point reached.
+    ``walk`` takes the steps. ``should_stop`` is asked before each; True ends with the point
+    reached.
 
     Returns:
         The point with the least gap; None if no point came near, as where none is feasible.

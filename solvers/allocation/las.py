@@ -60,13 +60,8 @@ def centre(
 
     O(classes x types^2) an iteration, about ten; sets of types that matter are unions of ``runs``.
 
-    Args:
-        counts: Jobs of each class.
-        scales: Devices that a job asks for.
-        runs: Whether a job runs on each type [classes, types].
-        levels: Time p that one unit of z asks of a job.
-        capacity: Devices of each type.
-        start: The centre of a similar problem, None for classes that it lacks.
+    ``scales`` are devices of a job, ``levels`` the time p that one unit of z asks of it, ``runs``
+    [classes, types]. ``start`` is the centre of a similar problem, None for classes that it lacks.
 
     Returns:
         The fractions, feasible to about 1e-11; None where the numbers gave out.
@@ -285,10 +280,8 @@ class WarmMaxMin:
     def add_class(self, rate: Floats, scale: float, level: float) -> int:
         """Add a class, empty at first; returns its number.
 
-        Args:
-            rate: Steps per second of one job [types]; 0 where it does not run.
-            scale: Devices a job asks for.
-            level: Throughput of one job that one unit of the objective asks for.
+        ``rate`` [types] is of one job, 0 where it does not run; ``level`` is the throughput that a
+        unit of the objective asks of it.
 
         Raises:
             ProblemError: The class runs nowhere.
@@ -317,11 +310,8 @@ class WarmMaxMin:
     def add_pair(self, a: int, b: int, rates: Floats, scale: float) -> None:
         """Let jobs of two classes share devices; a class may share with itself.
 
-        Args:
-            a: A class.
-            b: A class of the same scale factor.
-            rates: Steps per second of either beside the other [2, types]; 0 where they cannot.
-            scale: Devices that they share.
+        ``rates`` [2, types] are of either beside the other, 0 where they cannot; ``scale`` devices
+        are shared.
         """
         types = len(self.capacity)
         first, second = types + 2 * a, types + 2 * b
@@ -354,9 +344,6 @@ class WarmMaxMin:
 
     def solve(self, *, with_prices: bool = False) -> tuple[float, Floats]:
         """The objective, and each class's total time on each type [classes, types].
-
-        Args:
-            with_prices: Whether ``prices`` will be read.
 
         Raises:
             BackendError: HiGHS finds no optimum; with no job present there is none.

@@ -445,11 +445,6 @@ def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outc
 
     Without a limit of the caller's it ends after a fixed amount of work.
 
-    Args:
-        instance: The jobs and the pool.
-        goal: What was optimised.
-        bare: An optimum, with the program's own objective.
-
     Returns:
         The filled outcome under the optimum's bound and prices; ``bare`` again, saying why,
         where water filling finds no proof, or not in time.

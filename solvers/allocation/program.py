@@ -78,12 +78,7 @@ def max_min_program(
 ) -> FractionProgram:
     """Maximise z with T_m . x_m >= p_m z, where a column is a device type.
 
-    Args:
-        count: Jobs of each row [rows].
-        rate: T [rows, types].
-        scale: Devices that a job asks for [rows].
-        level: p [rows].
-        capacity: Devices of each type [types].
+    ``rate`` is T [rows, types], ``level`` p [rows], ``scale`` the devices of a job [rows].
     """
     return FractionProgram(
         count=count, rate=rate, usage=np.repeat(scale[:, None], len(capacity), axis=1),
@@ -116,9 +111,7 @@ class Solution:
 def merge(program: FractionProgram, kind: Ints | None = None) -> tuple[FractionProgram, Ints]:
     """Merge rows with the same numbers into one row with their count: exact, by symmetry.
 
-    Args:
-        program: The program; its counts are added up.
-        kind: What else must be equal [rows].
+    ``kind`` [rows] is what else must be equal.
 
     Returns:
         The smaller program, and for each old row the index of its new one.
@@ -275,10 +268,7 @@ def solve_by_simplex(
 ) -> Solution:
     """Maximise a program without pairs.
 
-    Args:
-        program: The program.
-        likely: Columns to begin with [rows, columns]; the fastest ones if None.
-        should_stop: Asked before columns join; True ends with those at hand.
+    ``likely`` [rows, columns] are the columns to begin with, the fastest ones if None.
 
     Raises:
         BackendError: HiGHS finds no optimum.

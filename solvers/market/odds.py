@@ -404,9 +404,7 @@ def _correlation(values: NDArray[np.float64], weights: NDArray[np.float64]) -> f
 def young_seconds(checkpoint_seconds: float, mean_seconds: float) -> float:
     """Work between two checkpoints (Young 1974): sqrt(2 delta M).
 
-    Args:
-        checkpoint_seconds: delta, what writing one takes.
-        mean_seconds: M, the mean time between losses.
+    delta is what writing one takes, M the mean time between losses.
     """
     _refuse(checkpoint_seconds, mean_seconds)
     return sqrt(2 * checkpoint_seconds * mean_seconds)

@@ -326,10 +326,7 @@ class Relaxation:
     ) -> np.ndarray:
         """The least cost of layers 0 to ``end - 1`` [stages behind, rows, ends].
 
-        Args:
-            prices: [rows, pools], of one device of a replica.
-            firsts: Of ``firsts``.
-            is_timed: Whether seconds count too.
+        ``prices`` [rows, pools] are of one device of a replica; ``is_timed``: seconds count too.
         """
         size, rows, options = self.size, len(prices), len(self.numbers)
         # [rows, options, 1] seconds that the stage's devices cost at each row's prices.
@@ -408,10 +405,7 @@ class Relaxation:
         A grid over both caps, the finer where plans under ``below`` seconds are. All its regions
         are priced at once by ``Grid``, whose shortest paths take some memory for granted.
 
-        Args:
-            low_seconds: No plan's slowest stage takes less.
-            below: Enough to prove.
-            limit: Of the step.
+        No plan's slowest stage takes less than ``low_seconds``; ``below`` is enough to prove.
         """
         exchange = self.exchange()
         longest = float(exchange[exchange < inf].max(initial=0.0))
@@ -551,9 +545,7 @@ class Relaxation:
     def split(self, region: CappedRegion, below: float) -> list[CappedRegion]:
         """The region as two, each with a bound of its own; none where it is narrow already.
 
-        Args:
-            region: Of this relaxation.
-            below: Only plans under so many seconds count.
+        Only plans under ``below`` seconds count.
         """
         if not region.is_priced:
             return [self.priced(region, below)]
@@ -606,10 +598,6 @@ class _Grid:
     A stage that ends at a layer has at least as many stages behind it as the layers behind it
     need; with so many it has to fit. So one table over ends is enough for each region, where
     ``Relaxation.tables`` has one for each number of stages behind.
-
-    Args:
-        relaxation: Whose regions.
-        regions: All of them.
     """
 
     def __init__(self, relaxation: Relaxation, regions: list[CappedRegion]) -> None:
@@ -760,9 +748,7 @@ def _distinct(columns: _Columns, chosen: np.ndarray) -> _Columns:
 class _Paths:
     """The linear program of paths: shares of them that take no more devices than there are.
 
-    Args:
-        budget: [pools] devices of one replica.
-        dearest: Seconds of a share that takes none; no prices prove more.
+    ``budget`` [pools] devices of one replica; no prices prove more than ``dearest`` seconds.
     """
 
     def __init__(self, budget: np.ndarray, dearest: float) -> None:

@@ -89,11 +89,7 @@ def deal(
     of the first group matters, which any of them can have. Kinds of stages are dealt one after
     another, and a way is left where the others need more than is free.
 
-    Args:
-        stages: For each, its one or two groups.
-        num_replicas: d, of every stage.
-        num_devices: Of each pool.
-        fixed: As in ``deal_to_places``; empty where all are free.
+    ``fixed`` is as in ``deal_to_places``; empty where all are free.
 
     Returns:
         Replicas by stage and group; None where no dealing stays within the pool.

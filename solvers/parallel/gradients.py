@@ -80,12 +80,7 @@ class Rings:
         return 1, self._d * max(degrees)
 
     def waits(self, option: StageOption, pools: tuple[int, ...]) -> np.ndarray:
-        """What transfers of shared weights add to passes of stages [starts, ends].
-
-        Args:
-            option: That makes the passes, and shares weights.
-            pools: Of all replicas of the stage.
-        """
+        """What transfers of shared weights add to passes of stages [starts, ends]."""
         return self._waits_over(option, self._links(pools, (option.tensor_parallel_size,)))
 
     def least_waits(self, option: StageOption) -> np.ndarray:

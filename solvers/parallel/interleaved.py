@@ -151,13 +151,7 @@ def refusal(problem: ParallelProblem, spaces: Spaces) -> InfeasibleError:
 
 
 def least_seconds(problem: ParallelProblem, tried: list[TriedShape], below: float) -> float:
-    """Seconds that no interleaved plan is faster than; at most ``below``.
-
-    Args:
-        problem: Whose layers.
-        tried: The shapes of ``search``.
-        below: The step of the best plan known, of any kind.
-    """
+    """Seconds that no interleaved plan is faster than; at most ``below``."""
     least = below
     for one in tried:
         if one.least_seconds < least and not _is_too_full(problem, one.shape, below):

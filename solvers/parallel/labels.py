@@ -63,11 +63,8 @@ _VALUES = ("step", "total", "slowest", "pending", "update", "reduce")
 class Labels:
     """The search of a region.
 
-    Args:
-        relaxation: Of the region's microbatch size and number of replicas.
-        region: Caps, prices and bound.
-        mixes: Options by number that a stage may take, for each kind of recomputation alike.
-        aim_seconds: Only faster plans are looked for.
+    ``mixes`` are options by number that a stage may take; only plans under ``aim_seconds`` are
+    looked for.
     """
 
     def __init__(
@@ -213,9 +210,8 @@ class Labels:
     def advance(self, limit: float, width: int) -> list[tuple[float, Stages]]:
         """Place a stage before the most promising labels of each number of stages, in turn.
 
-        Args:
-            limit: Only plans under so many seconds are looked for.
-            width: Labels of each number of stages.
+        ``width`` labels of each number of stages are taken; only plans under ``limit`` seconds
+        count.
 
         Returns:
             Whole plans with their steps, each faster than the one before.

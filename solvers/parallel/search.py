@@ -50,14 +50,7 @@ class FoundPlan:
 
 
 class ReplicaSearch:
-    """Plans of ``num_replicas`` replicas a stage at one microbatch size.
-
-    Args:
-        problem: Whose plans.
-        space: The options at the microbatch size.
-        num_replicas: d, of every stage.
-        effort: Says when to stop.
-    """
+    """Plans of ``num_replicas`` replicas a stage at one microbatch size."""
 
     def __init__(
         self,

@@ -177,10 +177,6 @@ class _Tree:
 
     What has the least bound comes next: a search is made a region, a region is split until it is
     narrow, and then plans are built in it.
-
-    Args:
-        limit: Only plans with a shorter step are looked for, in seconds.
-        effort: When to stop, and the gap to accept.
     """
 
     def __init__(self, limit: float, effort: Effort) -> None:
@@ -603,13 +599,7 @@ def _chunk(problem: ParallelProblem, found: Interleaved, number: int) -> Stage:
 
 
 def shares_of(batch: int, replicas: tuple[int, ...], most_of_one: int) -> list[int]:
-    """Samples of each group of replicas: all run as many microbatches, the last may be smaller.
-
-    Args:
-        batch: Samples of the step.
-        replicas: Of each group.
-        most_of_one: Samples that one replica can take.
-    """
+    """Samples of each group of replicas: all run as many microbatches, the last may be smaller."""
     total = sum(replicas)
     # Ends are rounded, not shares: so shares add up to the batch, each within a sample of
     # its group's part.

@@ -267,11 +267,7 @@ def microbatch_sizes(problem: ParallelProblem) -> list[int]:
 
 
 class Spaces:
-    """The options at each microbatch size, and for each number of replicas if these matter.
-
-    Args:
-        problem: Whose tables.
-    """
+    """The options at each microbatch size, and for each number of replicas if these matter."""
 
     def __init__(self, problem: ParallelProblem) -> None:
         self._problem = problem

@@ -310,14 +310,7 @@ def improve(
 ) -> None:
     """Look for plans better than the best one, by tables of at most so many entries.
 
-    Args:
-        problem: What is asked.
-        costs: Of all cuts, which are in one line.
-        space: All runs of devices.
-        best: Gets what is found.
-        sweep: Times the plans of tables over some cuts and runs.
-        entries: Moves times cuts of one table.
-        effort: Says when to stop.
+    ``entries`` are moves times cuts of one table; ``sweep`` times the plans of tables.
 
     Raises:
         OutOfTimeError: The effort's limit came first; ``best`` has what was found until then.
@@ -439,13 +432,7 @@ def best_step(
 ) -> float:
     """Look for plans faster than the best one; a step that no plan of this space can beat.
 
-    Args:
-        problem: What is asked.
-        tables: Stage costs with and without recomputation, as asked for.
-        space: States and moves of the pools.
-        best: The plan to begin with; gets what is found.
-        search: The method for the least maximum, which bounds the step too.
-        effort: How much to do.
+    ``best`` is the plan to begin with, and gets what is found.
 
     Raises:
         OutOfTimeError: The effort's limit came before anything was proved.

@@ -311,10 +311,8 @@ class ShapeOption:
     def matrix(self, stage: int, transfers: float, share: int) -> Floats:
         """[cuts, cuts] what a stage weighs; infinite where it breaks its share of the memory.
 
-        Args:
-            stage: Which.
-            transfers: How much of its transfers counts.
-            share: The device's memory is dealt to so many chunks.
+        ``transfers`` is how much of its transfers counts; the device's memory is dealt to
+        ``share`` chunks.
         """
         cuts, pool = self.costs.cuts, self.pools[stage]
         if self.problem.traits.flushes:

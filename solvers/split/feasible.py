@@ -176,12 +176,7 @@ def _runs(bits: int) -> list[tuple[int, int]]:
 
 
 class Folds:
-    """Sums of exactly k members of one base set, for any k; of at most k if 0 is a member.
-
-    Args:
-        base: The set.
-        mask: Bits to keep.
-    """
+    """Sums of exactly k members of one base set, for any k; of at most k if 0 is a member."""
 
     def __init__(self, base: int, mask: int) -> None:
         self.mask = mask

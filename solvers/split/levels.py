@@ -177,11 +177,7 @@ def least_seconds(
 ) -> tuple[float, tuple[int, ...]] | None:
     """The least compute time within a level, and device counts that reach it.
 
-    Args:
-        pool: Sizes and times.
-        level: Devices that may be used.
-        cutoff: Give up where the answer would be above this.
-        floor: A known lower bound on the answer.
+    Gives up above ``cutoff``; ``floor`` is a known lower bound.
     """
     # Not longer than all of the batch on one device.
     ceiling = min(cutoff, float(pool.device_seconds(pool.limits).max()))

@@ -268,11 +268,8 @@ class _Search:
 class _Table:
     """The fewest passes and devices for every number of samples, built from the last stage.
 
-    Args:
-        target: Samples of the batch, in strides.
-        stride: Samples.
-        limit: Most devices, which the table then counts; 0 does not count them.
-        keeps: Whether to keep the stages, for ``work``.
+    ``limit`` is the most devices, which are counted then; 0 counts none. ``keeps`` the stages, for
+    ``work``.
     """
 
     def __init__(self, target: int, stride: int, limit: int, *, keeps: bool) -> None:

@@ -372,10 +372,7 @@ def solve(
 ) -> tuple[Solution, PairTimes]:
     """Maximise over singles and pairs; exact, a vertex of the groups' optimal face.
 
-    Args:
-        program: The program over rows alone.
-        pairing: Who may share.
-        should_stop: Asked before pairs join; True ends with those at hand.
+    ``should_stop`` is asked before pairs join; True ends with those at hand.
 
     Raises:
         BackendError: HiGHS finds no optimum.
@@ -396,13 +393,8 @@ class PairProgram:
     ) -> None:
         """Start with no pairs, or few.
 
-        Args:
-            program: The program over rows alone.
-            pairing: Who may share.
-            seed: Pairs of rows to start from, such as those of a similar program's answer.
-            row: What demands are measured in [rows], best rates otherwise; given, every row is
-                a group of its own.
-            should_stop: Asked before pairs join; True ends with those at hand.
+        ``seed`` are pairs of rows to start from. With ``row`` [rows], what demands are measured
+        in, every row is a group of its own.
         """
         self._should_stop = should_stop
         self._pairing, self._row = pairing, row

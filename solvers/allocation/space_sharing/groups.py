@@ -95,9 +95,7 @@ class Partners:
     def lines(self, slope: Floats, price: Floats) -> Floats:
         """What members earn beside each partner [members, partners, columns].
 
-        Args:
-            slope: Of a step [members, columns].
-            price: Of time [members].
+        ``slope`` is of a step [members, columns], ``price`` of time [members].
         """
         return self.masked(slope[:, None, :] * self.rate[self.of] - price[:, None, None])
 
@@ -250,13 +248,8 @@ def deal(
 ) -> RowTimes:
     """Deal the times of groups out to their rows; O(rows + times) after sorting.
 
-    Args:
-        program: The program over rows.
-        pairing: Who may share.
-        groups: Of rows.
-        singles: Total time alone [groups, columns].
-        pairs: Total times of pairs of groups.
-        z: The level that was reached.
+    ``singles`` [groups, columns] is total time alone, ``pairs`` that of pairs; ``z`` the level
+    reached.
     """
     demand = program.demand(z)
     if groups.number == len(groups.of):

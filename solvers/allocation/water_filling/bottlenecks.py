@@ -514,9 +514,7 @@ class LimitsWithPairs:
     def __init__(self, merged: MergedProgram, *, keeps_basis: bool = True) -> None:
         """Start with no program.
 
-        Args:
-            merged: The rows.
-            keeps_basis: Whether each program goes on from the last one's basis.
+        ``keeps_basis``: each program goes on from the last one's basis.
         """
         assert merged.pairing is not None
         self.keeps_basis, self.should_stop = keeps_basis, merged.instance.should_stop
