@@ -115,7 +115,6 @@ def adapt(torch_module: Any) -> None:
     around(torch.autograd, "backward", _backward)  # Tensor.backward calls it
     around(torch.autograd, "grad", _grad)
     around(swa_utils, "update_bn", _update_norms)
-    around(swa_utils.AveragedModel, "update_parameters", _update_average)
     around(torch.amp.GradScaler, "scale", _scale)
     around(torch.amp.GradScaler, "step", _step_scaled)
     around(torch.amp.GradScaler, "_unscale_grads_", _unscale)
@@ -287,6 +286,7 @@ def _run(original: Any, self: Any, *values: Any, **options: Any) -> Any:
             found = original(self, *values, **options)
         else:
             found = _run_shared(self, *values, **options)
+            current.sharing.of(self.module).has_run()
     if trains:
         current.losses.made(found)
     return found
@@ -349,6 +349,8 @@ def _leave_shard(current: Training, module: Any, _: Any, output: Any) -> None:
     _INSIDE.pop()
     if not _INSIDE:
         current.run(module.training, ends=True)
+        if current.sharing is not None:
+            current.sharing.of(module).has_run()
         if module.training:
             current.losses.made(output)
 
@@ -420,14 +422,6 @@ def _update_norms(
         return
     with current.running(trains=True):
         original(loader, model, *values, **options)
-
-
-def _update_average(original: Any, self: Any, model: nn.Module) -> None:
-    """Average whole weights, where workers share them."""
-    current = begun()
-    if current is not None:
-        current.gather_weights()
-    original(self, model)
 
 
 def _scale(original: Any, self: Any, outputs: Any) -> Any:

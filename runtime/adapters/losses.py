@@ -20,7 +20,8 @@ it again: a mask, a threshold or a choice of experts may depend on values that c
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 from zlib import crc32
@@ -355,6 +356,15 @@ class Losses:
             self._is_entered = False
             self._recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing in the body."""
+        was_entered = self._is_entered
+        self.leave()
+        yield
+        if was_entered:
+            self.enter()
+
     def end(self) -> None:
         """Forget what was recorded."""
         self.leave()
@@ -394,12 +404,9 @@ class Losses:
             return known.share, lambda: loss.detach()
         if self._late is not None:
             self._check(self._late.take())
-        was_entered = self._is_entered
-        self.leave()
-        told = self._told(loss)
-        self._count_pass()
-        if was_entered:
-            self.enter()
+        with self.paused():
+            told = self._told(loss)
+            self._count_pass()
         return told.share, lambda: self._value(told)
 
     def _told(self, loss: Tensor) -> "_Told":

@@ -4,12 +4,14 @@ A model that DistributedDataParallel or fully_shard wraps is whole until its fir
 Then ``runtime/sharding`` takes the place of DistributedDataParallel's reducer: between steps a
 parameter, its gradient and its optimizer's state are this worker's slice.
 
-A worker alone may need what only all have: the weights, to evaluate, or a ``state_dict``. It asks,
-and the others answer where workers next meet: as a step begins, at an exchange, at the end. Until
-all have said that they ask nothing, none goes on.
+A worker alone may need what only all have: the weights, to evaluate, a ``state_dict``, or one
+tensor that the script reads (``sliced.py``). It asks, and the others answer where workers next
+meet: as a step begins, at an exchange, at the end. Until all have said that they ask nothing, none
+goes on.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 from zlib import crc32
@@ -25,10 +27,13 @@ from ..checkpoints.checkpoint import copy_to_host
 from ..group import Place
 from ..session import Session
 from ..setup import is_elementwise
+from ..sharding.flats import Flat
 from ..sharding.states import SharedStates
 from .losses import Losses
+from .sliced import Origin, SlicedParameter, plain, plainly
 
 _EXACT = 1 << 24  # whole numbers below it are exact in float32
+_MOST = 1 << 24  # parameters of a model
 
 
 class SharingTraining(Protocol):
@@ -62,6 +67,8 @@ class SharedModel:
         self.is_whole, self.is_open, self.runs, self._syncs = True, False, False, True
         self._carried: dict[nn.Parameter, Tensor] = {}
         self._ran = 0  # a checksum of the layers that passes have run
+        self._sliced: list[tuple[nn.Parameter, Origin]] = []
+        self._places: list[tuple[Flat, int]] = []
         self._asker: nn.Module | None = None  # whose state dict is made
         self._copies: dict[int, Tensor] = {}
         # Behind what begins a pass of a module that fully_shard has wrapped.
@@ -70,12 +77,11 @@ class SharedModel:
             before, after = part.register_state_dict_pre_hook, part.register_state_dict_post_hook
             before(lambda part, *_: self._before_state(part))  # type: ignore[no-untyped-call]
             after(lambda *told: self._after_state(*told))  # type: ignore[no-untyped-call]
-            loads = part.register_load_state_dict_pre_hook
-            loads(lambda *told: self._before_load(*told))  # type: ignore[no-untyped-call]
         sharing.answer()
         for tensor in (*module.parameters(), *module.buffers()):
             peers.broadcast(tensor.detach(), src=0)
 
+    @plainly
     def begin(self, *, syncs: bool) -> None:
         """Begin a pass of training; the first one of a step begins the step.
 
@@ -83,6 +89,7 @@ class SharedModel:
             syncs: Whether the step ends with this pass's backward.
         """
         self._syncs, losses = syncs, self._training.losses
+        self.show(slices=False)
         if self.runs:
             return
         losses.leave()
@@ -92,9 +99,9 @@ class SharedModel:
         states = self.states
         assert states is not None
         if not self.is_open:
-            self._carried = {p: p.grad for p in self.module.parameters() if p.grad is not None}
-            for parameter in self._carried:
-                parameter.grad = None
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    self._carried[parameter], parameter.grad = parameter.grad, None
             states.begin()
             self.is_open, self.is_whole = True, False
         if losses.is_recording:  # a trial runs its operators again, which read the weights
@@ -113,6 +120,59 @@ class SharedModel:
         for optimizer in sharing.loaded:
             self.cut(optimizer)
         vars(self.module)["__deepcopy__"] = self._refuse_copy  # hooks hold what none can copy
+        places, parameters = self.states.places(), list(self.module.parameters())
+        self._places = [places[id(parameter)] for parameter in parameters]
+        for index, (parameter, (flat, number)) in enumerate(
+            zip(parameters, self._places, strict=True)
+        ):
+            told = flat.shapes[number], flat.slice_of(number)
+            bring = partial(sharing.bring, self, index)
+            gradient = Origin(*told, partial(bring, is_gradient=True))
+            origin = Origin(
+                *told, bring, partial(getattr, flat, "is_whole"), gradient, self._carried
+            )
+            origin.hold(parameter)
+            self._sliced.append((parameter, origin))
+
+    def show(self, *, slices: bool) -> None:
+        """Let the script read and write its parameters as whole tensors, or leave them as they are.
+
+        Layers run, and optimizers, on parameters as they are.
+        """
+        kind = SlicedParameter if slices else nn.Parameter
+        for parameter, _ in self._sliced:
+            parameter.__class__ = kind
+
+    def forget_slices(self) -> None:
+        """Leave plain parameters, which are whole for good."""
+        for parameter, origin in self._sliced:
+            origin.forget(parameter)
+        self._sliced = []
+
+    @plainly
+    def make_slices(self) -> None:
+        """Let weights that were whole for an evaluation go before an update."""
+        assert self.states is not None
+        self.states.keep_own()
+        self.is_whole = False
+        self.show(slices=True)
+
+    def has_run(self) -> None:
+        """Note that the script goes on behind a forward pass, where not all need be whole."""
+        if self.runs:
+            self.show(slices=True)
+
+    def own_of(self, index: int, *, is_gradient: bool) -> Tensor | None:
+        """This worker's slice of a parameter, or of its gradient."""
+        parameter = self._sliced[index][0]
+        return parameter.grad if is_gradient else parameter.detach()
+
+    def whole_of(self, index: int, own: Tensor) -> Tensor:
+        """The whole of a slice that each worker has of a parameter; call it on all."""
+        flat, number = self._places[index]
+        if own.shape == flat.shapes[number]:  # it may be whole here
+            own = own.reshape(-1)[flat.slice_of(number)]
+        return flat.whole_of(number, own)
 
     def _refuse_copy(self, _: Any) -> Any:
         raise TargetError(
@@ -120,6 +180,7 @@ class SharedModel:
             hint="copy it before the first step; later copy its state_dict()",
         )
 
+    @plainly
     def end(self) -> None:
         """End the pass that has gone back, and the step where it syncs."""
         states = self.states
@@ -149,7 +210,12 @@ class SharedModel:
         states.drop([number for number, is_used in enumerate(of_parameters) if not is_used])
         for parameter, gradient in self._carried.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._carried, self.is_open = {}, False
+        self._carried.clear()
+        self.is_open = False
+        self.show(slices=True)
+        for parameter, origin in self._sliced:
+            if parameter.grad is not None and origin.gradient is not None:
+                origin.gradient.of(parameter.grad)
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """Set gradients of earlier steps to nothing, between a forward pass and its backward."""
@@ -174,18 +240,6 @@ class SharedModel:
             if whole is not None and name in state:
                 state[name] = whole
         self._asker, self._copies = None, {}
-
-    def _before_load(self, part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if self.states is None or self.is_whole:
-            return
-        places = self.states.places()
-        for name, parameter in part.named_parameters(prefix[:-1], recurse=False):
-            given = state.get(name)
-            if id(parameter) not in places:
-                continue
-            flat, number = places[id(parameter)]
-            if isinstance(given, Tensor) and given.shape == flat.shapes[number]:
-                state[name] = given.reshape(-1)[flat.slice_of(number)]
 
     def cut(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep this worker's slices of an optimizer's state that was loaded whole."""
@@ -214,6 +268,8 @@ class SharedModels:
     def __init__(self, training: SharingTraining, shard: Shard, shares: Sequence[int]) -> None:
         self._training, self.shard, self.shares = training, shard, shares
         self._models: list[SharedModel] = []
+        self._plain: list[Any] = []  # open contexts of updates
+        self._reads: dict[int, Tensor] = {}  # by what is asked for, this worker's slice
         self.loaded: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     @property
@@ -249,6 +305,7 @@ class SharedModels:
             )
         for model in running:
             assert model.states is not None
+            model.show(slices=False)
             model.states.await_gradients()
 
     def end_pass(self, reached: Iterable[nn.Module]) -> None:
@@ -279,6 +336,19 @@ class SharedModels:
                 hint="use Adam, AdamW or SGD; or solve without " + option("shard"),
             )
 
+    def begin_update(self) -> None:
+        """Let an optimizer find slices, and see them as what they are until ``end_update``."""
+        for model in self._shared():
+            if model.is_whole and not model.is_open:
+                model.make_slices()
+        self._plain.append(plain())
+        self._plain[-1].__enter__()
+
+    def end_update(self) -> None:
+        """End an optimizer's update."""
+        if self._plain:
+            self._plain.pop().__exit__(None, None, None)
+
     def scale_by(self, scaler: "torch.amp.GradScaler") -> None:
         """Let a scaler skip a step where any worker's share has an overflow."""
         for model in self._shared()[:1]:
@@ -287,21 +357,31 @@ class SharedModels:
 
     # What workers ask of each other
 
+    @plainly
     def _meet(
-        self, *, whole: bool = False, weights: bool = False, moments: bool = False
+        self, *, whole: bool = False, weights: bool = False, moments: bool = False, key: int = 0
     ) -> tuple[bool, dict[Any, Tensor]]:
         """Meet all workers, and give each what it asks for.
+
+        Args:
+            whole: Whether to bring all weights.
+            weights: Whether to copy them.
+            moments: Whether to copy the optimizers' states.
+            key: What slice to bring together, as ``bring`` numbers them; 0 for none.
 
         Returns:
             Whether any has asked for something, and copies of what this one asked for, by ids.
         """
-        own = torch.tensor([whole, weights, moments], dtype=torch.float32)
+        own = torch.tensor([whole, weights, moments, key], dtype=torch.float64)
         own = own.to(self._training.place.device)
         peers.all_reduce(own, op=torch.distributed.ReduceOp.MAX)
-        asked, copies = [bool(entry) for entry in own.tolist()], dict[Any, Tensor]()
+        asked, copies = [int(entry) for entry in own.tolist()], dict[Any, Tensor]()
+        if asked[3]:
+            copies[asked[3]] = self._brought(asked[3])
         for model in self._shared() if asked[0] else ():
             assert model.states is not None
             model.states.make_whole()
+            model.show(slices=False)
             model.is_whole = True
         for model in self._shared() if asked[1] else ():
             assert model.states is not None
@@ -310,9 +390,9 @@ class SharedModels:
                 if weights:
                     copies[id(parameters[name])] = copy_to_host(value)
         for optimizer in self._training.optimizers if asked[2] else ():
-            for parameter, key, value in self._moments(optimizer):
+            for parameter, name, value in self._moments(optimizer):
                 if moments:
-                    copies[id(parameter), key] = copy_to_host(value)
+                    copies[id(parameter), name] = copy_to_host(value)
         return any(asked), copies
 
     def _shared(self) -> list[SharedModel]:
@@ -331,6 +411,42 @@ class SharedModels:
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, Tensor) and value.dim():
                             yield parameter, key, flat.whole_of(number, value)
+
+    def bring(
+        self, model: SharedModel, index: int, own: Tensor, *, is_gradient: bool = False
+    ) -> Tensor:
+        """The whole of this worker's slice of a parameter, or of its gradient.
+
+        Raises:
+            TargetError: A step has begun; or another worker has no such gradient any more.
+        """
+        self._check_between()
+        key = (self._models.index(model) * _MOST + index) * 2 + is_gradient + 1
+        self._reads[key] = own
+        with self._training.losses.paused():
+            found: dict[Any, Tensor] = {}
+            while key not in found:  # another worker may have asked for another one
+                found = self._meet(key=key)[1]
+        del self._reads[key]
+        return found[key]
+
+    def _brought(self, key: int) -> Tensor:
+        number, is_gradient = divmod(key - 1, 2)
+        model, index = self._models[number // _MOST], number % _MOST
+        own = self._reads.get(key)
+        if own is None:
+            own = model.own_of(index, is_gradient=bool(is_gradient))
+        if is_gradient:
+            lacks = torch.tensor(float(own is None), device=self._training.place.device)
+            peers.all_reduce(lacks, op=torch.distributed.ReduceOp.MAX)
+            if lacks:
+                raise TargetError(
+                    "the script reads a gradient on some workers that others have cleared by then, "
+                    "and workers share it",
+                    hint="read gradients on all workers, before zero_grad(); log by one of them",
+                )
+        assert own is not None
+        return model.whole_of(index, own)
 
     def answer(self) -> None:
         """Give other workers what they ask for, until none does; nothing within a step."""
@@ -374,9 +490,11 @@ class SharedModels:
             raise TargetError(
                 "the script reads the whole model within a step, between a forward pass and the "
                 "update, and workers share its states",
-                hint="read it after optimizer.step()",
+                hint="read it after optimizer.step(); for a penalty on weights take the "
+                "optimizer's weight_decay, or solve with " + option("shard", "optimizer"),
             )
 
+    @plainly
     def finish(self) -> None:
         """Bring the whole model to every worker for good."""
         self.answer()
@@ -384,5 +502,6 @@ class SharedModels:
             assert model.states is not None
             model.states.make_whole()
             model.states.close()
+            model.forget_slices()
             model.states = None
             del vars(model.module)["__deepcopy__"]

@@ -57,6 +57,7 @@ from ..setup import final_tensors, keep_freed_memory, skip_overflow
 from ..virtual_nodes import batch_sizes_of, holders_of, share_out, slices
 from .losses import Losses
 from .shared import SharedModels
+from .sliced import plainly
 
 # The batches of a script that is measured: a profiler chooses their sizes.
 #
@@ -271,7 +272,7 @@ class Training:
         self._replicas: WeakSet[DistributedDataParallel] = WeakSet()
         self._watch = CompareSchedule(start.compare_every)
         register_optimizer_step_pre_hook(self._stepping)
-        register_optimizer_step_post_hook(lambda *_: self.losses.enter())
+        register_optimizer_step_post_hook(self._stepped)
         at_exit(self)
         self._finish_before_the_group_ends()
 
@@ -528,6 +529,7 @@ class Training:
         if self.place.distributed and self.watcher is None and is_due:
             self.compare()
 
+    @plainly
     def compare(self) -> None:
         """Compare the workers' models and settings now; call it on all workers.
 
@@ -894,6 +896,8 @@ class Training:
     def _stepping(self, optimizer: Any, values: Any, options: Any) -> Any:
         self.end_pass()
         self.losses.leave()
+        if self.sharing is not None:
+            self.sharing.begin_update()
         closure = options.get("closure", values[1] if len(values) > 1 else None)
         if closure is None:
             self._note_update(optimizer)
@@ -906,6 +910,11 @@ class Training:
 
         rest = {name: value for name, value in options.items() if name != "closure"}
         return (values[0], closed, *values[2:]), rest
+
+    def _stepped(self, *_: Any) -> None:
+        if self.sharing is not None:
+            self.sharing.end_update()
+        self.losses.enter()
 
     def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer's update, or leave it out where other workers' scalers do."""

@@ -489,6 +489,12 @@ class SharedStates(Units):
     ) -> Tensor:
         """``clip_grad_norm_``'s norm, over all workers' slices where gradients are such."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        with torch._C.DisableTorchFunctionSubclass():  # to scripts, slices may look whole
+            return self._norm_of(given, norm_type, error_if_nonfinite, foreach)
+
+    def _norm_of(
+        self, given: list[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+    ) -> Tensor:
         own = {id(p.grad) for p in self._parameters if p.grad is not None}
         asked = {id(tensor) for tensor in given}
         if asked & own and not asked <= own:

@@ -1,7 +1,8 @@
 """A script for torchrun whose model DistributedDataParallel or fully_shard wraps.
 
-It clears gradients between the forward and the backward pass, accumulates, clips, evaluates, lets
-the first worker evaluate and save by itself, loads, and averages weights. A layer is never used. A
+It clears gradients between the forward and the backward pass, accumulates, clips, reads gradients
+and weights, changes them, evaluates, lets the first worker read, evaluate and save by itself,
+loads, and averages weights. A layer is never used. A
 second model goes back after the first one's step. Usage: wrapped.py ANSWER KIND, where KIND is ddp,
 fsdp, mixing (a model that mixes the samples of a batch), or choosing (layers by the samples).
 """
@@ -71,7 +72,11 @@ for epoch in range(3):
         error.backward()
         critics.step()
         losses += [loss.item(), error.item()]
+        norms += [p.grad.std().item() for p in bare.last.parameters()]
+        bare.last.weight.grad -= bare.last.weight.grad.mean(1, keepdim=True)
+        bare.first.weight.data[0] = bare.first.weight.data[1] / 2
         if rank == 0 and step == 2:
+            losses.append(bare.first.weight.norm().item())
             with torch.no_grad():
                 losses.append(nn.functional.cross_entropy(bare(x), data.tensors[1]).item())
     averaged.update_parameters(bare)
