@@ -442,7 +442,7 @@ class _TrainerStrategy(_PlanStrategy):
         def call(part: Any) -> TriedStep:
             return self._tried("training_step", part, rest)
 
-        step.try_once(call, batch)
+        step.try_if_due(call, batch)
         ends = current.parts_of(piece)
         shares = [batch]
         if len(ends) > 1:
@@ -574,7 +574,7 @@ class _TrainerStrategy(_PlanStrategy):
 
         if name != "training_step":
             training().gather_weights()  # a step may call a layer of the model
-        step.try_once(call, batch)
+        step.try_if_due(call, batch)
         if means is not None:
             step.check_means(means)
         piece = training().piece

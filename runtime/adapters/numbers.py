@@ -204,17 +204,22 @@ class ScriptStep:
         self._name, self._training, self._model = name, training, model
         self._kinds: dict[str, tuple[str, ...]] = {}
         self._faults: dict[tuple[str, str], float] = {}
-        self._num_tries = 0
+        self._num_tries, self._num_batches, self._is_due = 0, 0, False
         self._rounding = 0.0
 
-    def try_once(self, call: Call, batch: Any) -> None:
-        """Try the function on this worker's samples, unless that was done; call it on all workers.
+    def try_if_due(self, call: Call, batch: Any) -> None:
+        """Try the function on this worker's samples in batches 1, 2, 4, 8 and so on.
+
+        A threshold, a mask or a term may come later. Call it on all workers.
 
         Args:
             call: Calls the function on some samples.
             batch: This worker's part of the batch.
         """
-        if not self._num_tries:
+        self._num_batches += 1
+        self._is_due = self._is_due or self._num_batches.bit_count() == 1
+        if self._is_due and self._training.is_between_steps:
+            self._is_due = False
             self._try(call, batch)
 
     def check_means(self, prefix: str) -> None:
@@ -244,6 +249,8 @@ class ScriptStep:
                 f"{self._name} could not be tried on a few samples: {failures[0]}",
                 hint="it must run on any number of samples; or train with hf.prepare",
             )
+        if not told and self._num_tries > 1:
+            return
         if not told:
             raise TargetError(
                 f"{self._name} could not be tried, for no worker has two samples of the batch",

@@ -282,6 +282,11 @@ class SharedModels:
         """Whether a pass of training has begun that has not gone back."""
         return any(model.runs for model in self._models)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun whose gradients are not all summed."""
+        return any(model.is_open for model in self._models)
+
     def of(self, module: nn.Module) -> SharedModel:
         """The shared model of a script's."""
         for known in self._models:
@@ -450,7 +455,7 @@ class SharedModels:
 
     def answer(self) -> None:
         """Give other workers what they ask for, until none does; nothing within a step."""
-        if self._shared() and not any(model.is_open for model in self._models):
+        if self._shared() and not self.is_open:
             while self._meet()[0]:
                 pass
 
@@ -463,7 +468,8 @@ class SharedModels:
     def weights(self) -> dict[int, Tensor]:
         """Id of a parameter -> a copy of its whole value on the host."""
         self._check_between()
-        return self._meet(weights=True)[1]
+        found: dict[int, Tensor] = self._meet(weights=True)[1]
+        return found
 
     def state_of(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """An optimizer's state dict with whole tensors."""
@@ -486,7 +492,7 @@ class SharedModels:
             model.cut(optimizer)
 
     def _check_between(self) -> None:
-        if any(model.is_open for model in self._models):
+        if self.is_open:
             raise TargetError(
                 "the script reads the whole model within a step, between a forward pass and the "
                 "update, and workers share its states",

@@ -25,7 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...schema.errors import TargetError
 from ...schema.options import option
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 plain = torch._C.DisableTorchFunctionSubclass  # a context in which slices are plain tensors
 
 

@@ -364,6 +364,11 @@ class Training:
         return len(set(self._scales)) > 1
 
     @property
+    def is_between_steps(self) -> bool:
+        """Whether no step has begun in which workers that share states have weights by layers."""
+        return self.sharing is None or not self.sharing.is_open
+
+    @property
     def some_run_parts(self) -> bool:
         """Whether any device of the plan has several virtual nodes."""
         return len(self._sizes) > self.world_size

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal, get_args
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from ...schema.errors import TargetError
+from ..determinism import streams_kept
 from ..promise.promise import divisors_of, last_divisors_of
+from ..promise.untouched import Untouched
 from .losses import before, share_of
 from .numbers import slope_of
 from .patching import around, be_one_process, check_version
@@ -38,8 +40,6 @@ _KINDS: tuple[_Kind, ...] = get_args(_Kind)  # in order of preference
 _READ: tuple[_Kind, ...] = _KINDS[4:]  # by what divides the loss, the last division first
 _FIRST: dict[str, int] = {"next labels": 1, "labels": 0}  # the first label of a sample that counts
 _STATE, _STATE_ALONE = "rng_state_{}.pth", "rng_state.pth"  # Trainer's files in a checkpoint
-# Where trl's trainers note results of each loss until they log them; trials are none.
-_NOTES = ("_metrics", "_stored_metrics", "_total_train_tokens")
 _ENDLESS = 1_000_000_000  # steps
 _INTEGRATIONS = "transformers.integrations"  # loggers of other tools
 _LOOSE = 3e-2  # of losses in 16 bits
@@ -74,7 +74,7 @@ def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
     # Else each worker counts by its own items, where one process counts by the batch's.
     settings.average_tokens_across_devices = True
     self.pieces_ahead, self.trained_form, self.evaluated_form = deque(), None, None
-    self.form_now, self.weight_now = None, 0.0
+    self.form_now, self.weight_now, self.batches_trained, self.is_due = None, 0.0, 0, True
     # Of this object, because classes of other libraries replace the methods of Trainer's.
     for name, other in _METHODS.items():
         setattr(self, name, functools.partial(other, getattr(self, name), self))
@@ -118,6 +118,7 @@ def _count_items(original: Any, self: Any, batches: list[Any], *values: Any) -> 
 def _evaluate(original: Any, self: Any, *values: Any, **options: Any) -> Any:
     """Evaluate on the first worker's buffers: Trainer does so without DistributedDataParallel."""
     training().equalise_buffers()
+    training().gather_weights()
     return original(*values, **options)
 
 
@@ -157,7 +158,7 @@ def _predict(
 
     loss, logits, labels = evaluated()
     if loss is not None and not current.runs_whole:
-        if self.evaluated_form is None:
+        if self.evaluated_form is None or not self.evaluated_form.is_told:
             current.losses.skip()
             self.evaluated_form = form_of(self, model, inputs, self.items_asked, current)
             if self.evaluated_form.kind in _READ:
@@ -214,9 +215,14 @@ def _step(
             "cannot be cut into virtual nodes",
             hint="solve for one virtual node a device, or use a collator that gives a row a sample",
         )
-    if self.trained_form is None:
+    self.batches_trained += 1
+    before: LossForm | None = self.trained_form
+    is_told = before is not None and before.is_told
+    self.is_due = self.is_due or not is_told or self.batches_trained.bit_count() == 1
+    if self.is_due and current.is_between_steps:
+        self.is_due = False
         current.losses.skip()  # a recording would see plain numbers in place of their tensors
-        self.trained_form = form_of(self, model, inputs, num_items_in_batch, current)
+        self.trained_form = form_of(self, model, inputs, num_items_in_batch, current, before)
     shares = [
         (
             slice_tensors(inputs, slice(start, end)) if len(parts) > 1 else inputs,
@@ -234,6 +240,12 @@ def _step(
             weight = self.weight_now if self.trained_form.kind in _READ else weight
         # What Trainer logs is the plain mean of the workers' losses.
         total = total + loss * weight if weight else total
+    if not self.trained_form.is_told and float(total.abs()) > _nothing_in(total.dtype):
+        raise TargetError(
+            "the loss is 0 for the samples that it was tried on, and not for all of the batch, so "
+            "how it is made of the losses of its parts is not known",
+            hint="compute a mean over samples, or divide by num_items_in_batch",
+        )
     return total
 
 
@@ -279,6 +291,11 @@ _METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _nothing_in(dtype: torch.dtype) -> float:
+    """What a loss that is 0 may be, by rounding."""
+    return 1e3 * torch.finfo(dtype).eps
+
+
 def _labels_of(inputs: Any, first: int) -> int:
     """The labels of some samples that count, from the position ``first`` of each sample on."""
     return int(inputs["labels"][..., first:].ne(_IGNORED).sum())
@@ -297,6 +314,8 @@ class LossForm:
         divisors: [n] by what a loss is divided for each sample or label that counts; 0 where that
             does not follow from their number.
         num_read: Divisors in the graph of a loss.
+        fits: The kinds that it was in each trial.
+        is_told: Whether a loss of a trial was not 0: all kinds fit one that is.
     """
 
     kind: _Kind
@@ -304,6 +323,8 @@ class LossForm:
     counts_all: bool
     divisors: tuple[float, ...]
     num_read: int = 0
+    fits: frozenset[_Kind] = frozenset(_KINDS)
+    is_told: bool = True
 
     def check(self, loss: Tensor, inputs: Any) -> None:
         """Refuse a mean over a mask, or over targets, that was full in the trial and is not now.
@@ -384,19 +405,43 @@ def _ignores_labels(inputs: Any) -> bool:
     return is_known and bool((labels == _IGNORED).any())
 
 
-def form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Training) -> LossForm:
+def form_of(
+    self: Any,
+    model: Any,
+    inputs: Any,
+    num_items: Any,
+    current: Training,
+    before: LossForm | None = None,
+) -> LossForm:
     """Find how the losses of parts make up the batch's, by asking the script's ``compute_loss``.
 
     It is asked for a virtual node's samples, and for them in two parts, in several ways and in
     evaluation mode. All workers must find the same; one with too few samples takes the others'
     answer. It asks as often as the others: a loss may gather results of all workers.
 
+    Args:
+        self: The Trainer.
+        model: Its model.
+        inputs: This worker's.
+        num_items: The items of the batch, as Trainer counts them.
+        current: This worker's training.
+        before: What earlier batches have shown; a threshold, a mask or a term may come later.
+
     Raises:
-        TargetError: It is none of the known forms.
+        TargetError: It is none of the known forms, or another one than before.
     """
     own = _tried(self, model, inputs, num_items, current)
     told = [found for found in current.exchanged(own) if found.fits is not None]
-    kinds = [kind for kind in _KINDS if all(kind in (found.fits or ()) for found in told)]
+    known = _KINDS if before is None else tuple(kind for kind in _KINDS if kind in before.fits)
+    kinds = [kind for kind in known if all(kind in (found.fits or ()) for found in told)]
+    if before is not None and before.is_told:
+        if before.kind not in kinds:
+            raise TargetError(
+                "the loss of a batch is made of the losses of its parts in another way than in "
+                "earlier batches" + (f": {own.said}" if own.said else ""),
+                hint="compute a mean over samples, or divide by num_items_in_batch, in all batches",
+            )
+        return replace(before, fits=frozenset(kinds))
     if not told or not kinds:
         raise TargetError(
             "how the loss of a batch is made of the losses of its parts is not known: "
@@ -417,10 +462,16 @@ def form_of(self: Any, model: Any, inputs: Any, num_items: Any, current: Trainin
     if kind == "samples":  # what divides the loss follows masks that come later, too
         kind = next((read for read in kinds if read in _READ), kind)
     is_open = kind == "samples" and "labels" in kinds
-    known = [[*found.divisors.get(kind, ()), *[0.0] * _DIVISORS][:_DIVISORS] for found in told]
-    shared = tuple(mean(each) if all(each) else 0.0 for each in zip(*known, strict=True))
-    scale = round(mean(found.scale for found in told))
-    return LossForm(kind, scale, is_open, shared, round(mean(found.num_read for found in told)))
+    of_all = [[*found.divisors.get(kind, ()), *[0.0] * _DIVISORS][:_DIVISORS] for found in told]
+    return LossForm(
+        kind,
+        round(mean(found.scale for found in told)),
+        is_open,
+        tuple(mean(each) if all(each) else 0.0 for each in zip(*of_all, strict=True)),
+        round(mean(found.num_read for found in told)),
+        frozenset(kinds),
+        any(found.is_telling for found in told),
+    )
 
 
 def _with_unlike_rows(inputs: dict[str, Any], hides: bool) -> dict[str, Any]:
@@ -506,6 +557,7 @@ class _Found:
         scale: What Trainer multiplies the loss by.
         divisors: [n] what divides the loss for each that counts, by kind.
         num_read: Divisors in the graph of a loss.
+        is_telling: Whether any loss, or its gradients, are not 0.
         said: A failure.
     """
 
@@ -513,6 +565,7 @@ class _Found:
     scale: float = 1.0
     divisors: dict[_Kind, list[float]] = field(default_factory=dict)
     num_read: int = 0
+    is_telling: bool = True
     said: str = ""
 
 
@@ -525,12 +578,14 @@ def _tried(self: Any, model: Any, inputs: Any, num_items: Any, current: Training
     if current.some_run_parts:  # each goes back before the divisor of the next one is known
         kinds -= set(_READ)
     bare = self.accelerator.unwrap_model(model)
-    was_training, held = bare.training, torch.random.get_rng_state()
-    noted = {name: copy.deepcopy(getattr(self, name)) for name in _NOTES if hasattr(self, name)}
-    dtypes = set()
+    untouched, dtypes = Untouched(self.compute_loss, bare), set()  # of what a trial changes
 
     def loss_of(part: Any) -> _Answer:
-        with torch.enable_grad(), self.compute_loss_context_manager():
+        with (
+            torch.enable_grad(),
+            self.compute_loss_context_manager(),
+            untouched.calling(training=False),
+        ):
             loss: Tensor = self.compute_loss(
                 bare, self._prepare_inputs(dict(part)), num_items_in_batch=num_items
             )
@@ -538,18 +593,21 @@ def _tried(self: Any, model: Any, inputs: Any, num_items: Any, current: Training
         slope = slope_of("", loss, bare.parameters())
         value, size = (sum(found.values(), 0.0) for found in (slope.numbers, slope.scales))
         divisors = [float(divisor) for divisor in divisors_of(loss)]
-        read = [float(before(d)) if d.numel() == 1 else 0.0 for d in last_divisors_of(loss)]
+        read = [
+            (float(d), float(before(d))) if d.numel() == 1 else (0.0, 0.0)
+            for d in last_divisors_of(loss)
+        ]
         return _Answer(float(loss.detach()), value, size, divisors, read)
 
-    bare.eval()
     try:
-        try:
-            answers = [loss_of(part) for part in parts]
-        except Exception:  # ones may be sizes, and no mask
-            parts, _ = _parts_to_try(dict(inputs), piece.own_samples, most_rows, hides=False)
-            answers = [loss_of(part) for part in parts]
-        self.args.average_tokens_across_devices = False
-        unscaled = loss_of(parts[0]).loss
+        with streams_kept():
+            try:
+                answers = [loss_of(part) for part in parts]
+            except Exception:  # ones may be sizes, and no mask
+                parts, _ = _parts_to_try(dict(inputs), piece.own_samples, most_rows, hides=False)
+                answers = [loss_of(part) for part in parts]
+            self.args.average_tokens_across_devices = False
+            unscaled = loss_of(parts[0]).loss
     except TargetError:
         raise
     except Exception as error:  # as of a loss that needs some samples
@@ -557,9 +615,6 @@ def _tried(self: Any, model: Any, inputs: Any, num_items: Any, current: Training
         return _Found(fits=set(), said=f"of some samples it cannot be computed ({said})")
     finally:
         self.args.average_tokens_across_devices = True
-        bare.train(was_training)
-        torch.random.set_rng_state(held)
-        vars(self).update(noted)
         torch.clear_autocast_cache()  # else casts of weights would have no graph later
     is_narrow = (
         self.args.bf16 or self.args.fp16 or any(p.itemsize < _WIDE for p in bare.parameters())
@@ -577,7 +632,11 @@ def _tried(self: Any, model: Any, inputs: Any, num_items: Any, current: Training
         kind: _divisors_of(kind, parts, answers) for kind in fits if kind not in ("sum", *_READ)
     }
     scale = answers[0].loss / unscaled if unscaled else 1.0
-    return _Found(fits, scale, divisors, len(answers[0].read))
+    nothing = max(map(_nothing_in, dtypes))
+    is_telling = any(max(abs(a.loss), a.scale) > (nothing if not fits else 0) for a in answers)
+    if not is_telling:  # as where a student is still its teacher
+        fits = set(kinds)
+    return _Found(fits, scale, divisors, len(answers[0].read), is_telling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -589,14 +648,14 @@ class _Answer:
         slope: A number of its gradients.
         scale: What the rounding of that is relative to.
         divisors: [n] what the loss is divided by, and the targets that its cross entropies count.
-        read: [n] what it is divided by, before that was kept from being nothing.
+        read: [n] what it is divided by, and that before it was kept from being nothing.
     """
 
     loss: float
     slope: float
     scale: float
     divisors: list[float]
-    read: list[float]
+    read: list[tuple[float, float]]
 
 
 def _divisors_of(kind: _Kind, parts: list[Any], answers: list[_Answer]) -> list[float]:
@@ -621,14 +680,20 @@ def _fits(
     """Whether losses and their gradients, within rounding, are of a kind in each cut."""
     whole = answers[0]
     weights: list[float] = [_weight_in(part, kind) for part in parts]
+    totals = [first + second for first, second in zip(weights[1::2], weights[2::2], strict=True)]
     if kind in _READ:
         position = _READ.index(kind)
         if any(len(answer.read) <= position for answer in answers):
             return False
-        weights = [answer.read[position] for answer in answers]
+        weights, given = map(list, zip(*(answer.read[position] for answer in answers), strict=True))
+        # Of parts in which nothing counts more than nothing is kept.
+        totals = [
+            max(a + b, weights[0] * (a + b == 0))
+            for a, b in zip(given[1::2], given[2::2], strict=True)
+        ]
     for at in range(1, len(parts), 2):
         counted = [
-            (1.0 if kind == "sum" else weight / (weights[at] + weights[at + 1]), answer)
+            (1.0 if kind == "sum" else weight / totals[at // 2], answer)
             for weight, answer in zip(weights[at : at + 2], answers[at : at + 2], strict=True)
             if weight or kind == "sum"
         ]

@@ -27,6 +27,7 @@ Function = Callable[[nn.Module, Rows], Tensor]
 class OneWorker:
     """A training of one worker, which has the whole batch."""
 
+    is_between_steps = True
     world_size = 1
     sharing = None
 
@@ -78,7 +79,7 @@ def numbers_of(function: Function, model: nn.Module) -> tuple[float, float, list
         slope = slope_of(LOSS, loss, model.parameters())
         return TriedStep({LOSS: float(loss), **slope.numbers}, slope.scales)
 
-    step.try_once(call, batch)
+    step.try_if_due(call, batch)
     shares = [rows_of(batch, 9, *ends) for ends in ((0, 2), (2, 9))]
     parts = [CountedPart.of(rows, len(rows["x"])) for rows in shares]
     weights = step.weights(call, batch, parts)
@@ -172,7 +173,7 @@ def test_a_trial_changes_nothing_that_the_step_can_reach(model: nn.Module) -> No
         return TriedStep({LOSS: float(norm(rows["x"]).square().mean() + torch.rand(1) * 0)}, {})
 
     step = ScriptStep("training_step", OneWorker(9), norm)  # type: ignore[arg-type]
-    step.try_once(call, batch_of(model))
+    step.try_if_due(call, batch_of(model))
     assert not seen
     assert torch.equal(norm.running_mean, before)
     assert torch.equal(torch.get_rng_state(), drawn)
