@@ -80,12 +80,6 @@ def entry_with(
 ) -> ModelThroughput:
     """The throughputs with so many devices, which divide the batch or the virtual nodes.
 
-    Args:
-        rates: As for ``even_split``.
-        num_devices: How many devices.
-        batch_size: Global batch, samples per step.
-        virtual_nodes: Their number over all devices; None gives each device one.
-
     Raises:
         InfeasibleError: There are none, or the devices do not divide them. The message names the
             numbers of devices that there are, or the nearest ones that do.

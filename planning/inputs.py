@@ -23,10 +23,6 @@ _log = logging.getLogger("hetflow")
 def pool_of(given: Pool, *, field: str = "pool") -> Cluster:
     """Return a pool as a ``Cluster``; see ``Pool`` for the forms.
 
-    Args:
-        given: The pool.
-        field: The option that names it, for errors.
-
     Raises:
         ProblemError: The text does not follow the grammar of pools.
         FileError: The cluster's file is missing or has faults.
@@ -64,9 +60,7 @@ def flat(pool: Cluster) -> Cluster:
 def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...]:
     """Return the profiles of one model.
 
-    Args:
-        given: Profiles, or the folder that holds them.
-        model: Name of the model; None if all profiles are of one model.
+    Without a ``model`` all profiles must be of one.
 
     Raises:
         ProblemError: There is no profile of the model, or there are several models and ``model`` is
@@ -96,9 +90,7 @@ def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...
 def model_of(throughputs: "Throughputs", model: str | None = None) -> str:
     """Return the model that is meant among those of a table of throughputs.
 
-    Args:
-        throughputs: The table.
-        model: Name of the model; None if all throughputs are of one model.
+    Without a ``model`` all throughputs must be of one.
 
     Raises:
         ProblemError: There is no throughput of the model, or there are several models and ``model``
@@ -126,12 +118,8 @@ def model_of(throughputs: "Throughputs", model: str | None = None) -> str:
 def under_todays_names(profiles: Sequence[Profile], types: Iterable[str]) -> tuple[Profile, ...]:
     """Add profiles under new device type names for types that older versions named differently.
 
-    Older versions gave unlike GPUs the same name. If a type has no profile, but exactly one profile
-    has its former name, that profile is used for the type, with a warning in the log.
-
-    Args:
-        profiles: Profiles of one model.
-        types: The device types to plan for.
+    Older versions gave unlike GPUs the same name. If a type has no profile, but exactly one
+    profile has its former name, that profile is used for the type, with a warning in the log.
 
     Returns:
         The given profiles, followed by the renamed ones.

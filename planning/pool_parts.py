@@ -82,6 +82,7 @@ class _Part:
 
 def _embeds(whole: Levels, part: Levels) -> bool:
     """Whether some devices of a type have links as fast as those of a part."""
+    # Where all links of the whole are as fast as the part's fastest, any of its devices will do.
     rates, wanted = slowest_links(whole), slowest_links(part)
     if rates[-1] >= wanted[0] or part[0].num_components == 1:
         return True
@@ -113,6 +114,8 @@ def parts_of(
     def part_of(part: Cluster) -> _Part:
         devices = part.num_devices
         rates = worst_of(part, keys_of(part))
+        # A part that lacks the slowest pair is not bound by it: what it does not count is
+        # infinitely fast.
         if sum(devices.values()) > 1:
             for kind, *names in of_whole:
                 if kind in OF_ALL_DEVICES and set(names) <= set(devices):
@@ -127,14 +130,19 @@ def parts_of(
 
     found = [part_of(pool)]
     candidates = _candidates(pool, keys_of(pool), known, in_levels=levels_of is not None)
+    # Parts are many where thresholds are; those that leave out least come first, so the limit cuts
+    # the least likely.
     for candidate in islice(candidates, MOST_CANDIDATES):
         try:
             part = part_of(candidate)
         except ProblemError:
             continue
+        # No plan of it is faster than on a part that is known, so it is not searched.
         if any(other.is_at_least(part) for other in found):
             continue
+        # It may stand for parts that were found before; the whole pool stays in any case.
         found = [found[0], *(other for other in found[1:] if not part.is_at_least(other)), part]
+    # Whether more candidates were left says whether the bound is of all parts.
     return Parts([part.pool for part in found], next(candidates, None) is None)
 
 
@@ -144,6 +152,7 @@ def worst_of(part: Cluster, keys: Keys) -> dict[Key, float]:
     for pair in pairs_of(part):
         for key, value in keys(pair).items():
             rates[key] = min(rates.get(key, inf), value)
+    # No pair of its own: it is as fast as its best way to others.
     for name, number in part.num_devices.items():
         outwards = [rate for key, rate in rates.items() if key[0] == "between" and name in key[1:]]
         if number == 1 and outwards:
@@ -180,10 +189,13 @@ def _candidates(
     for each in pairs.values():
         for key, value in each.items():
             values.setdefault(key, set()).add(value)
+            # A part of one device type has no pair between types, so any threshold on these is
+            # met.
             if key[0] != "between":  # with no such pair: parts of one type have none of those
                 values[key].add(inf)
     seen = set()
     ranked = [sorted(each) for each in values.values()]
+    # A raised threshold cuts pairs, so the fewest raised first leave the largest parts.
     for places in _fewest_first([len(each) for each in ranked]):
         thresholds = [each[place] for each, place in zip(ranked, places, strict=True)]
         least = dict(zip(values, thresholds, strict=True))
@@ -207,6 +219,7 @@ def _of_sum(sizes: tuple[int, ...], total: int) -> Iterator[tuple[int, ...]]:
     if not sizes:
         yield from [()] * (total == 0)
     for first in range(min(sizes[0] - 1, total) + 1 if sizes else 0):
+        # Only as much as the other places can make up for.
         if total - first <= sum(sizes[1:]) - len(sizes[1:]):
             yield from ((first, *rest) for rest in _of_sum(sizes[1:], total - first))
 
@@ -227,10 +240,13 @@ def _largest(pool: Cluster, allowed: Collection[Pair]) -> Iterator[Chosen]:
             if chosen:
                 yield chosen
             return
+        # One choice of each group of servers, compatible with all before.
         fitting = [each for each in left[0] if goes_with(chosen, each)]
         for each in fitting:
             yield from extended(chosen + each, left[1:])
         later = [each for group in left[1:] for each in group]
+        # Leaving a group out gives a part of one with it, unless whatever it adds stands against a
+        # later group.
         if not any(all(goes_with(each, other) for other in later) for each in fitting):
             yield from extended(chosen, left[1:])
 
@@ -253,6 +269,8 @@ def _choices(pool: Cluster, place: int, allowed: Collection[Pair]) -> Iterator[C
         return tuple((name, group.devices[name] if name in alike else 1) for name in names)
 
     found: list[tuple[str, ...]] = []
+    # The largest sets of types first: a smaller set is new only where the larger one cannot stay
+    # as a whole.
     for names in subsets(order):
         if all(Pair("server", pair, own) in allowed for pair in combinations(names, 2)):
             is_all = group.count == 1 or across(names, names)
@@ -260,6 +278,8 @@ def _choices(pool: Cluster, place: int, allowed: Collection[Pair]) -> Iterator[C
             if not any(group.count == 1 or across(more, more) for more in bigger):
                 found.append(names)
                 yield ((place, group.count if is_all else 1, held(names)),)
+    # Some servers keep one set of types, the others another; either alone would leave devices
+    # idle.
     for one, other in combinations(found, 2):
         if set(one) < set(other) or set(other) < set(one) or not across(one, other):
             continue
@@ -279,6 +299,7 @@ def _trimmed(
             numbers.setdefault(name, set()).add(number)
     ways: list[list[Callable[[int], int]]] = []
     for name, each in numbers.items():
+        # Degrees that do not divide what a server has are filled by leaving a few devices idle.
         multiples = {lcm(*some) for some in subsets(sorted(degrees.get(name, (1,))))}
         uneven = {m for m in multiples if any(number % m for number in each)}
         own: list[Callable[[int], int]] = [int, *(partial(_multiple, m) for m in sorted(uneven))]
@@ -291,6 +312,7 @@ def _trimmed(
             (place, count, tuple((name, n) for name, had in devices if (n := keep[name](had))))
             for place, count, devices in chosen
         )
+        # A way that leaves nothing is no part.
         if any(devices for *_, devices in kept):
             yield tuple(each for each in kept if each[2])
 
@@ -333,6 +355,7 @@ def is_part_of(part: Cluster, pool: Cluster) -> bool:
     """Whether a pool holds all servers of another, each with its devices and its links."""
     if any(pool.device_types.get(name) != kind for name, kind in part.device_types.items()):
         return False
+    # [groups] servers that no group of the part has taken yet.
     left = [group.count for group in pool.servers]
     for group in part.servers:
         wanted = group.count
@@ -366,6 +389,8 @@ def best_of_parts(
         InfeasibleError: No part has a plan; says what the first one lacks.
         TooLittleTimeError: The limit of time came before there was a plan.
     """
+    # The whole pool first, then parts by their bounds: the first good plan refutes most of the
+    # others unseen.
     best: tuple[Cluster, Plan] | None = None
     bounds: list[float | None] = []
     refused: InfeasibleError | TooLittleTimeError | None = None
@@ -378,12 +403,16 @@ def best_of_parts(
     most = len(every) if least_seconds is None else MOST_PARTS
     left = {False: min(len(parts.pools), most), True: min(len(parts.apart), most)}
     for least, pool in ((leasts[0], whole), *ranked):
+        # No plan of the part can be better than the best one.
         if best is not None and least >= best[1].proof.objective:
             continue
+        # By identity: a part told apart may equal another one.
         is_apart = any(pool is each for each in parts.apart)
         if not left[is_apart]:
+            # Not searched, so its own bound stands for it.
             bounds.append(least)
             continue
+        # The whole pool gets half of the time, as its plan is the most likely.
         share = clock.part(min(sum(left.values()), 2) if pool is whole else sum(left.values()))
         left[is_apart] -= 1
         try:
@@ -405,6 +434,7 @@ def best_of_parts(
     if best is None:
         assert refused is not None
         raise refused
+    # Parts that were not even listed are bounded by the whole pool.
     if not parts.are_all:
         bounds.append(leasts[0])
     pool, plan = best

@@ -144,13 +144,7 @@ def _written(parameter: inspect.Parameter) -> Any:
 
 
 def fault_of(value: Any, kind: Any, name: str) -> str | None:
-    """Say what is wrong with a value; None if it is of the kind.
-
-    Args:
-        value: The value.
-        kind: A type as in an annotation.
-        name: Name of the value, such as ``windows[2]``.
-    """
+    """Say what is wrong with a value; None if it is of the kind."""
     members, within = list(_members(kind)), None
     for member in members:
         if not _is_a(value, member):

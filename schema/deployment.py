@@ -60,9 +60,6 @@ class HostGroup:
     def one_type(self, target: str) -> tuple[str, int]:
         """The only device type of a host, and its number.
 
-        Args:
-            target: Who needs that, for the error.
-
         Raises:
             ProblemError: A host has several.
         """

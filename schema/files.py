@@ -331,10 +331,6 @@ def made_folder(folder: Path, mode: int = 0o777) -> Iterator[None]:
     If the work fails or is interrupted, the folders made here are removed again, unless they hold
     something by then.
 
-    Args:
-        folder: The folder; it may be there already.
-        mode: Its permissions where it is made, as of ``Path.mkdir``.
-
     Raises:
         FileError: The folder cannot be made.
     """

@@ -258,9 +258,7 @@ def consolidated_devices(
     The minimum over the scale factors that fit a server. For example, jobs with 2 devices can use
     only 2 of a server's 3 devices.
 
-    Args:
-        throughputs: Gives the scale factors.
-        servers: Number of devices of each type on each server that has it [types][servers].
+    ``servers`` [types][servers] are devices of each type on each server that has it.
     """
     scales = sorted({entry.scale_factor for entry in throughputs.models})
     answer = []

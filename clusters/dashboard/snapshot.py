@@ -124,10 +124,7 @@ class Snapshot:
 def snapshot(store: ClusterStore, *, now: float, window_seconds: float | None) -> Snapshot:
     """Read what the page shows.
 
-    Args:
-        store: The state; one that was opened for reading is enough.
-        now: Seconds since the epoch.
-        window_seconds: How far the time axis goes back; None for as far as the cluster does.
+    ``window_seconds`` is how far the time axis goes back; None for as far as the cluster does.
 
     Raises:
         FileError: The state cannot be read.

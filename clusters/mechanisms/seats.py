@@ -108,11 +108,7 @@ def seat(
     given) allows. When a pair separates, its devices go to the first job. The rest is filled up in
     order.
 
-    Args:
-        sizes: Devices of each type on each server [types][servers].
-        placements: Together they fit in what is up.
-        before: What each job held last.
-        down: Devices that do not work.
+    ``before`` is what each job held last; the placements fit together in what is up.
     """
     free = {
         (kind, place): [i for i in range(size) if (kind, place, i) not in down]

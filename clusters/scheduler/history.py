@@ -149,10 +149,7 @@ def csv_of(rows: Iterable[Usage]) -> str:
 def usage(store: ClusterStore, *, period: Period, now: float) -> list[Usage]:
     """What was used until now, sorted by period, user, entity and device type.
 
-    Args:
-        store: The state.
-        period: How time is cut, by the calendar in UTC.
-        now: Seconds since the epoch; leases that are open count until then.
+    Leases that are open count until ``now``; time is cut by the calendar in UTC.
     """
     kinds = {name: kind for name, kind, *_ in store.get("inventory") or ()}
     found: dict[tuple[str, str, str, str], Usage] = {}

@@ -53,10 +53,8 @@ class Notices:
     def __init__(self, store: ClusterStore, to: str, say: Callable[[str], None]) -> None:
         """Tell of what changes from now on.
 
-        Args:
-            store: The state.
-            to: An ``http://`` or ``https://`` address, or a program with its arguments.
-            say: Called with what could not be told.
+        ``to`` is an ``http://`` or ``https://`` address, or a program with its arguments; ``say``
+        hears what could not be told.
 
         Raises:
             ProblemError: It is neither.

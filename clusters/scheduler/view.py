@@ -81,13 +81,8 @@ def queue(
 ) -> list[QueuedJob]:
     """Jobs that are not over, in order of submission, then those that ended last.
 
-    Args:
-        store: The state.
-        finished: How many of those that are over.
-        most_open: How many of the others; those that run are then first, and held ones last. None:
-            all of them.
-        member: Who looks, if not the owner: why a job of another user waits, and what it ended
-            with, is not said.
+    ``finished`` of those that are over, and ``most_open`` of the others (None: all), those that
+    run first. To a ``member`` nothing is said of why another user's job waits or ended.
     """
     what = "FROM jobs LEFT JOIN leases ON leases.job = jobs.number AND leases.state IN " \
            "('starting', 'running', 'stopping')"  # fmt: skip

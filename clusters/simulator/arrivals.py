@@ -54,9 +54,7 @@ class Queue:
     def __init__(self, jobs: Iterable[Job], pool: ClusterPool) -> None:
         """Look at the first job.
 
-        Args:
-            jobs: In order of arrival; may be a stream, and may be empty.
-            pool: Says which jobs fit.
+        ``jobs`` are in order of arrival; they may be a stream, and may be empty.
 
         Raises:
             InfeasibleError: There are jobs, and none fits.

@@ -140,6 +140,7 @@ class _Asked:
         self, seconds: float, left: float, pending: float, *, held: int, has_spot: bool
     ) -> int:
         """What to hold so long after the job's arrival, with so many steps left."""
+        # Policies know whole ticks from the job's arrival on.
         tick = floor(seconds / _TICK_SECONDS + 1e-9)
         if tick >= self.job.num_ticks:
             return _FREE
@@ -147,6 +148,7 @@ class _Asked:
             tick=tick,
             work_left_seconds=left / self.rate,
             held=Held(int(held == _SPOT), int(held == _ON_DEMAND)),
+            # The job's only zone has a machine or none: prices are chosen later, by offer.
             zone=0,
             pending_seconds=pending,
             available=(int(has_spot),),
@@ -196,6 +198,7 @@ class _Jobs:
         }  # fmt: skip
         self.jobs.append(job)
         self.rate = np.vstack((self.rate, rate))
+        # Columns keep their types: a count must not become a float.
         for name, value in new.items():
             known = getattr(self, name)
             setattr(self, name, np.append(known, value).astype(known.dtype))
@@ -216,15 +219,18 @@ class _Run:
         self.queue, self.pool, self.prices, self.options = queue, pool, prices, options
         self.begin = float(prices.edges[0])
         self.edges = prices.edges[1:] - self.begin
+        # Seconds of the run at which each stretch of prices ends.
         self.stretch, self.now = 0, 0.0
         types = {name: place for place, name in enumerate(pool.types)}
         self.type_of = np.array([types[offer.device_type] for offer in prices.offers])
         clouds = [offer.cloud for offer in prices.offers]
+        # [offers, offers] dollars from one to another: nothing within a cloud.
         self.away = np.array([[a != b for b in clouds] for a in clouds]) * (
             options.cloud_move_dollars
         )
         self.spot = spot = np.array([offer.is_spot for offer in prices.offers])
         may_go = options.is_told or options.preemption_seconds is not None
+        # What may be taken away at all is not safe; without such a market every offer is.
         self.safe = ~spot if may_go else np.ones(len(spot), dtype=bool)
         self.random = np.random.default_rng(options.seed)
         self.active = _Jobs.empty(len(prices.offers))
@@ -237,12 +243,14 @@ class _Run:
 
     def step(self) -> bool:
         """Everything at one moment, and then time until the next; False when all is done."""
+        # Nobody is there: time goes on to the next arrival.
         self._admit()
         if not self.active.jobs:
             if self.queue.next is None:
                 return False
             self._go_to(self.queue.next_seconds)
             return True
+        # In this order: what is gone frees quota, and decisions see what is free.
         self._take_away()
         self._decide()
         self._work_until(self._next_seconds())
@@ -253,10 +261,12 @@ class _Run:
         for job in self.queue.until(self.now):
             by_type = self.pool.rate(job)[: len(self.pool.types)]
             deadline = inf if job.slo_seconds is None else job.arrival_seconds + job.slo_seconds
+            # As the cluster shared by all that are present would give it.
             isolated = float(by_type @ self.pool.capacity) / (
                 (len(self.active.jobs) + 1) * job.scale_factor
             )
             alone = job.steps / min(isolated, float(by_type.max()))
+            # As fast as the fastest offer that stays: on it the policy counts.
             rate = float(np.where(self.spot, 0.0, by_type[self.type_of]).max())
             if self.options.policy is not None and job.slo_seconds is not None and rate > 0:
                 restart = self.options.restart_seconds
@@ -275,6 +285,7 @@ class _Run:
         prices = self.prices
         table = prices.dollars_per_second if prices.posted is None else prices.posted
         before = np.isfinite(table[: self.stretch + 1])
+        # The last row at or before now in which each offer had a price.
         last = self.stretch - np.argmax(before[::-1], axis=0)
         found = table[last, np.arange(table.shape[1])]
         return np.where(self.spot & np.isfinite(found), found, inf)
@@ -283,9 +294,11 @@ class _Run:
         """Spot machines that are no more, or whose time has come."""
         active = self.active
         holds = active.held >= 0
+        # NaN: nobody can have it now.
         lost = holds & np.isnan(self._price[active.held])
         lost |= holds & (active.gone_at <= self.now + _JUST)
         for place in np.flatnonzero(lost).tolist():
+            # What was done since the last checkpoint is done again.
             if self.options.checkpoint_seconds:
                 again = active.fresh[place] * active.rate[place, active.held[place]]
                 active.left[place] = min(active.left[place] + again, active.jobs[place].steps)
@@ -313,16 +326,21 @@ class _Run:
         self.waits_until = inf
         everyone = np.arange(len(active.jobs))
         slack = self._slack(everyone)
+        # Late once is late for good: going back to spot would only lose a restart.
         active.is_late |= slack <= _JUST
         free = self._free()
         self._ask(free)
+        # All wishes at once tell who may move; each is asked again when its turn comes, as others
+        # took devices before.
         wish = self._wishes(everyone, free)
         movers = np.flatnonzero((wish != active.held) & (wish >= 0))
+        # Least time to spare first; the stable sort leaves equal ones in order of arrival.
         for place in movers[np.argsort(slack[movers], kind="stable")].tolist():
             (chosen,) = self._wishes(np.array([place]), free).tolist()
             before = int(active.held[place])
             if chosen in (before, _NOTHING):
                 continue
+            # Its own devices are free for others now.
             if before >= 0:
                 free[self.type_of[before]] += active.scale[place]
                 active.dollars[place] += self.away[before, chosen]
@@ -340,6 +358,7 @@ class _Run:
                 continue
             held, since = int(active.held[place]), self.now - job.arrival_seconds
             holds_spot = held >= 0 and bool(self.spot[held])
+            # What it holds is room for itself.
             own = (self.type_of == self.type_of[held]) * (held >= 0) * active.scale[place]
             room = free[self.type_of] + own >= active.scale[place]
             self.kinds[place] = asked.kind(
@@ -349,6 +368,7 @@ class _Run:
                 held=_SPOT if holds_spot else _ON_DEMAND if held >= 0 else _IDLE,
                 has_spot=holds_spot or bool((known & room & (active.rate[place] > 0)).any()),
             )
+            # It is asked again at its next tick, if nothing happens before.
             again = (floor(since / _TICK_SECONDS + 1e-9) + 1) * _TICK_SECONDS
             self.waits_until = min(self.waits_until, job.arrival_seconds + again)
             if self.kinds[place] == _IDLE and held >= 0:
@@ -370,6 +390,8 @@ class _Run:
         active, number = self.active, np.arange(len(places))
         rate, held, scale = active.rate[places], active.held[places], active.scale[places]
         holds = held >= 0
+        # What is held goes on with what is left of its restart; anything else begins with a whole
+        # one.
         launch = np.full(rate.shape, self.options.restart_seconds)
         launch[number[holds], held[holds]] = active.pending[places][holds]
         with np.errstate(divide="ignore"):
@@ -380,27 +402,33 @@ class _Run:
         ok = room & (rate > 0) & np.isfinite(self._price)
         late: Bools = np.asarray(active.is_late[places] > 0)
         secured: Bools = np.asarray(ok & self.safe)
+        # A late job takes what stays, where there is any; else whatever there is.
         must: Bools = np.asarray(late & secured.any(axis=1))
         ok = np.where(must[:, None], secured, ok)
         kinds = self.kinds[places]
+        # What the policy allows: spot, on demand, nothing, or (free) anything.
         ok &= ~np.isin(kinds, (_SPOT, _IDLE))[:, None] | (self.spot & (kinds == _SPOT)[:, None])
         ok &= (kinds != _ON_DEMAND)[:, None] | ~self.spot
         with np.errstate(invalid="ignore"):
             dollars = self._price * scale[:, None] * seconds
         dollars[holds] += self.away[held[holds]]
+        # On this offer alone to the end.
         in_time: Bools = ok & (self.now + seconds <= active.deadline[places][:, None] + _JUST)
+        # Or on it first, and just in time on the fastest that stays.
         mixed = np.where(ok & ~in_time & ~late[:, None], self._mixed_dollars(places, launch), inf)
         dollars = np.where(np.isfinite(mixed), mixed, dollars)
         in_time |= np.isfinite(mixed)
         # Too late whatever it takes: the fastest, and of those as fast the cheapest.
         soonest = np.where(ok, seconds, inf)
         is_fastest = ok & (soonest <= soonest.min(axis=1, keepdims=True) * (1 + 1e-9))
+        # In time for the fewest dollars; where nothing is in time, among the fastest.
         score = np.where(
             in_time.any(axis=1, keepdims=True),
             np.where(in_time, dollars, inf),
             np.where(is_fastest, dollars, inf),
         )
         best = np.argmin(score, axis=1)
+        # Seconds for which the job may wait without a machine and still end in time on its choice.
         spare = active.deadline[places] - self.now - _SPARE - seconds[number, best]
         may_wait = (
             (kinds == _FREE)
@@ -410,11 +438,14 @@ class _Run:
             & np.isfinite(spare)
             & (spare > _JUST)
         )
+        # What it would pay if the last known price came back.
         away = np.where(np.isfinite(self._price), inf, self._last_price) * scale[:, None] * seconds
         waits = may_wait & (np.where(rate > 0, away, inf).min(axis=1) < score[number, best])
         if waits.any():
             self.waits_until = min(self.waits_until, self.now + float(spare[waits].min()))
+            # A job that waits now decides again when its time to spare is over.
             score[waits] = inf
+        # A tie is no reason to move.
         kept = holds & (score[number, np.maximum(held, 0)] <= score[number, best])
         chosen: Ints = np.where(kept, held, best)
         return np.where(np.isfinite(score[number, chosen]), chosen, held)
@@ -427,8 +458,11 @@ class _Run:
         safe = np.where(self.safe & np.isfinite(self._price), rate, 0.0)
         fastest = safe.max(axis=1)[:, None]
         price = np.where(safe >= fastest, self._price, inf).min(axis=1)[:, None]
+        # A little time is kept aside, so that rounding makes nobody late.
         time = active.deadline[places][:, None] - self.now - _SPARE
         with np.errstate(divide="ignore", invalid="ignore"):
+            # Seconds on the safe offer so that both together do the work by the deadline, its
+            # restart included.
             later = (left - rate * (time - launch) + restart * fastest) / (fastest - rate)
             dollars = self._price * (time - later) + price * later
             dollars *= active.scale[places][:, None]
@@ -446,9 +480,12 @@ class _Run:
         own = np.where(held >= 0, active.rate[places, held], 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             needed = _SPARE + self.options.restart_seconds + active.left[places] / rate
+            # Work since the last checkpoint may be lost with the machine, and has to be done
+            # again.
             at_risk = self.options.checkpoint_seconds * np.maximum(own / rate, 1.0)
             slack = active.deadline[places] - self.now - needed - at_risk
             ends = self.now + active.pending[places] + active.left[places] / own
+        # It holds a machine that stays and ends in time on it: nothing is to be feared.
         secured = (held >= 0) & self.safe[held] & (ends <= active.deadline[places] + _JUST)
         secured |= slack < -(_SPARE + at_risk + _JUST)  # there is no time left to secure
         return np.where((rate > 0) & ~secured & np.isfinite(active.deadline[places]), slack, inf)
@@ -456,6 +493,7 @@ class _Run:
     def _next_seconds(self) -> float:
         """The next moment at which something changes."""
         active = self.active
+        # The next change of prices, arrival or end of a wait; then what running jobs bring.
         times = [float(self.edges[self.stretch]), self.queue.next_seconds, self.waits_until]
         holds = np.flatnonzero(active.held >= 0)
         if not len(holds) and not isfinite(min(times)):
@@ -465,6 +503,7 @@ class _Run:
                 hint="give on-demand prices, larger quotas, or histories that go on for longer",
             )
         rate = active.rate[holds, active.held[holds]]
+        # When each would end, if nothing happens before.
         times += (self.now + active.pending[holds] + active.left[holds] / rate).tolist()
         times += active.gone_at[holds].tolist()
         times += (self.now + self._seconds_to_turn()).tolist()
@@ -480,6 +519,7 @@ class _Run:
         own = np.where(held >= 0, active.rate[places, held], 0.0)
         pending = active.pending[places]
         with np.errstate(divide="ignore", invalid="ignore"):
+            # While it works, the time to spare falls by what the safe offer would do faster.
             part = np.where(safe > 0, own / safe, 1.0)
             later = np.where(part < 1, (slack - part * pending) / (1 - part), inf)
         turn: Floats = np.where(slack <= pending, slack, later)
@@ -490,11 +530,13 @@ class _Run:
         length = then - self.now
         holds = np.flatnonzero(active.held >= 0)
         held = active.held[holds]
+        # Nothing is done while a restart lasts, but all of it is paid.
         useful = np.maximum(length - active.pending[holds], 0.0)
         active.pending[holds] = np.maximum(active.pending[holds] - length, 0.0)
         active.left[holds] -= active.rate[holds, held] * useful
         every = self.options.checkpoint_seconds
         if every:
+            # Checkpoints come at whole intervals of work.
             active.fresh[holds] = (active.fresh[holds] + useful) % every
         paid = active.scale[holds] * length
         active.dollars[holds] += self._price[held] * paid
@@ -504,12 +546,14 @@ class _Run:
 
     def _go_to(self, then: float) -> None:
         self.now = then
+        # A moment at an edge belongs to the stretch behind it.
         while self.edges[self.stretch] <= then:
             self.stretch += 1
 
     def _end(self) -> None:
         active = self.active
         steps = np.array([job.steps for job in active.jobs])
+        # A last part of a step is rounding of the steps before it.
         done = active.left <= _DONE * steps
         if not done.any():
             return

@@ -90,8 +90,11 @@ def _passes_seconds(plan: Plan, problem: ParallelProblem) -> float:
     m, stages = plan.num_rounds, range(len(plan.stages))
     each = [_stage_seconds(plan, problem, number) for number in stages]
     if not problem.hides_messages:
+        # Equation 4.1 for unlike stages: one microbatch through all, and m - 1 more of the
+        # slowest.
         return sum(each) + max(each) * (m - 1)
     links = [_link_seconds(plan, problem, number) for number in stages[:-1]]
+    # A chunk's passes hide a message of up to a third of them, its forward pass.
     if plan.num_model_chunks > 1:
         longest = [max(pair) for pair in zip([0.0, *links], [*links, 0.0], strict=True)]
         waits = [max(t - c / 3, 0.0) for t, c in zip(longest, each, strict=True)]
@@ -99,10 +102,14 @@ def _passes_seconds(plan: Plan, problem: ParallelProblem) -> float:
         return (plan.num_model_chunks * m + plan.num_positions - 1) * slowest + 2 * sum(links)
     more = [(m - 1) * seconds for seconds in (*each, *links)]
     for number in stages:
+        # The first stage of the trip holds k; the last stages hold fewer.
         k = min(len(stages) - number, m)
+        # One microbatch from this stage to the last and back.
         trip = sum(each[number:]) + 2 * sum(links[number:])
         left = (m - 1) % k
         more.append((m - 1 - left) / k * trip + left * max([*each[number:], *links[number:]]))
+        # The next stage has k - 1 in flight, so each two of the others make a trip as far as that
+        # stage.
         if m > k > 1:
             two = each[number] + each[number + 1] + 2 * links[number]
             others = m - 1 - k
@@ -167,6 +174,7 @@ def _gathered(layers: Sequence[str], weights: Sequence[float]) -> float:
     """Bytes of weights of a stage that are whole at a time."""
     units = _units(layers, weights)
     rest = units.pop("", 0.0)
+    # While one unit is used the next one comes: two are whole at a time.
     return rest + sum(sorted(units.values())[-2:])
 
 
@@ -194,6 +202,7 @@ def _part(plan: Plan, problem: ParallelProblem, number: int, group: ReplicaGroup
 
 def _held_with(plan: Plan, number: int) -> list[int]:
     """The stages on the devices of a stage, itself included."""
+    # Stage j stands on position j mod p.
     return list(range(number % plan.num_positions, len(plan.stages), plan.num_positions))
 
 
@@ -201,8 +210,10 @@ def _most_in_flight(plan: Plan, kept: dict[int, float]) -> float:
     """The most bytes of microbatches in flight that a device holds at once."""
     p = plan.num_positions
     if plan.num_model_chunks == 1:
+        # Under 1F1B the stage with number n holds p - n microbatches, or all.
         ((number, each),) = kept.items()
         return min(p - number, plan.num_rounds) * each
+    # Four groups show every state that more of them show.
     # The order repeats from one group of p microbatches to the next.
     shape = PipelineShape(
         pipeline_parallel_size=p,
@@ -211,6 +222,7 @@ def _most_in_flight(plan: Plan, kept: dict[int, float]) -> float:
     )
     most = now = 0.0
     for kind, stage, _ in (own_passes(plan.schedule, shape) or ())[min(kept)]:
+        # A backward pass gives back what its forward pass kept.
         now += kept[stage] if kind == "forward" else -kept[stage]
         most = max(most, now)
     return most
@@ -241,6 +253,8 @@ def _shape_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
         yield f"stages have {sorted(replicas)} replicas; all must have equally many"
         return
     rounds = ceil(plan.global_batch_size / (plan.microbatch_size * min(replicas)))
+    # All replicas run equally many microbatches of one size; a batch may fill the last of them in
+    # part.
     passes = {(g.virtual_nodes, g.virtual_node_batch_size) for s in plan.stages for g in s.replicas}
     if passes != {(rounds, plan.microbatch_size)}:
         yield (
@@ -251,6 +265,7 @@ def _shape_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
         yield from _interleaving_faults(plan, problem, min(replicas))
     own, may = plan.shared_states, problem.shards
     if own not in may and not (replicas == {1} and own is None):
+        # A single replica shares nothing, whatever the problem asks for.
         asked = " or ".join(shard or "nothing" for shard in may)
         yield f"replicas share {own or 'nothing'}, the problem has them share {asked}"
     if {stage.shard for stage in plan.stages} not in ({None}, {"all"}):
@@ -277,6 +292,7 @@ def _share_faults(plan: Plan, problem: ParallelProblem, number: int) -> Iterator
     if plan.shared_states is None or plan.num_model_chunks > 1 or None in shares:
         yield "state_share_bytes are of all replicas that share the state, of a stage a device"
         return
+    # Rounded up, shares hold all or more; less would lose some state.
     held = sum(g.num_replicas * (g.state_share_bytes or 0) for g in stage.replicas)
     for sizes in problem.sizes:
         if sizes.tensor_parallel_size == stage.replicas[0].tensor_parallel_size:
@@ -313,6 +329,7 @@ def _device_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
 
 def _has_places(plan: Plan, problem: ParallelProblem, pool: ParallelPool) -> bool:
     """Whether each stage inside a server, and each group of others, finds one with room."""
+    # Interleaved stages of a position share its devices, so each position is looked at once.
     wanted: list[int] = []
     for stage in plan.stages[: plan.num_positions]:
         for group in stage.replicas:

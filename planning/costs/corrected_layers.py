@@ -68,14 +68,11 @@ def corrected_by_pipelines(
     """Fold what pipelines have measured into one model's profiles.
 
     The layers of a stage are scaled so that they take what its passes took, forward and backward
-    apart and at each microbatch size apart; at a size that did not run by their ratio at those that
-    did; those that ran nowhere on a type by the ratio of all that did. What the step then takes
-    more or less is the step's fixed cost, where the profile has pipeline costs.
+    apart and at each microbatch size apart; at a size that did not run by their ratio at those
+    that did; those that ran nowhere on a type by the ratio of all that did. What the step then
+    takes more or less is the step's fixed cost, where the profile has pipeline costs.
 
-    Args:
-        profiles: One a device type.
-        runs: Of pipeline plans, each one that `observed.why_not` lets pass.
-        retime: The cost model, for what is left of a step.
+    ``retime`` is the cost model, for what is left of a step.
 
     Returns:
         The profiles in their order, and one sentence for each measurement that was not used.
@@ -172,10 +169,6 @@ def with_stages(profile: Profile, ran: Sequence[RanStage]) -> Profile:
 
     Layers of a stage are scaled together, forward and backward apart, and each by the stages that
     held it. A pass costs no more beyond its layers than half of the shortest pass.
-
-    Args:
-        profile: Its pipeline costs say what a pass costs beside layers.
-        ran: At any microbatch sizes of the profile; none leaves it as it is.
     """
     if not ran:
         return profile

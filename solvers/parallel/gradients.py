@@ -30,14 +30,11 @@ class Rings:
     """Rings of one number of replicas, by device type and degree.
 
     A stage of two types uses the slowest of each type's link and that between both; a stage of one
-    type may be inside a server. Replicas of one degree reduce a shard in a ring of one device each.
-    Those of unlike degrees reduce whole gradients in one ring of all devices, as many as if all had
-    the greater degree.
+    type may be inside a server. Replicas of one degree reduce a shard in a ring of one device
+    each. Those of unlike degrees reduce whole gradients in one ring of all devices, as many as if
+    all had the greater degree.
 
-    Args:
-        problem: Whose weights and links.
-        num_replicas: d, of every stage.
-        effort: Says when to stop; tables then raise OutOfTimeError.
+    Tables raise OutOfTimeError where ``effort`` says so.
     """
 
     def __init__(
