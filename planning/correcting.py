@@ -132,11 +132,7 @@ def correct(
 
     Pure, and the order of the runs does not matter.
 
-    Args:
-        profiles: One a device type.
-        runs: Any; those that cannot correct these profiles are left out, with a remark.
-        corrected_at: The time, for the profiles' provenance.
-        retime: What a pipeline's step takes with given profiles.
+    There is one profile a device type. Runs that cannot correct them are left out, with a remark.
 
     Raises:
         ProblemError: Two profiles of one type, or of two models.

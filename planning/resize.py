@@ -67,9 +67,7 @@ def cut_again(now: LaunchConfig, before: Plan, profiles: Profiles, pool: Pool) -
 def seconds_a_sample(now: LaunchConfig, plan: Plan) -> dict[str, float]:
     """Compute the seconds per sample of each device type from a run's plan.
 
-    Args:
-        now: The config of the running launch; gives the measured times of emulated types.
-        plan: The plan that the launch started with.
+    ``now`` gives the measured times of emulated types.
 
     Returns:
         Device type -> seconds per sample; types without known times are missing.

@@ -85,6 +85,7 @@ def keep(folder: Path, lock: int | None) -> int:
             write_atomically(folder / STARTED, {"pid": None})
             write_atomically(folder / ENDED, {"exit_code": 127})
             return 127
+    # With its start time, as the id alone may be another's later.
     write_atomically(folder / STARTED, {"pid": process.pid, "ticks": start_ticks(process.pid)})
     launch.append(process)
     for early in asked:  # before it was there

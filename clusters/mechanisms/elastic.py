@@ -54,10 +54,12 @@ def share_elastically(running: Sequence[Claim], waiting: Sequence[Claim], free: 
     wanted = _shares(claims, free)
     for head in waiting:
         fair = _shares([*claims, head], free)
+        # Nobody of more weight may lose devices to who joins.
         hurt = any(
             share < claim.held and claim.weight > head.weight
             for claim, share in zip(claims, fair, strict=False)
         )
+        # The head holds up all behind it.
         if hurt or fair[-1] == 0:
             break
         wanted = fair
@@ -70,9 +72,11 @@ def _shares(claims: Sequence[Claim], free: int) -> list[int]:
         return _by_weight(claims, free)
     order = sorted(range(len(claims)), key=lambda i: (-claims[i].weight, i))
     shares = _above_least(claims, order, free)
+    # Down to the next number that the job can run on.
     for i in order:
         while shares[i] not in (0, *_numbers(claims[i])):
             shares[i] -= 1
+    # What that leaves goes to next higher numbers, by weight.
     spare = free - sum(shares)
     for i in order:
         for number in _numbers(claims[i]):
@@ -95,6 +99,7 @@ def _above_least(claims: Sequence[Claim], order: Sequence[int], free: int) -> li
     # ``order`` lists places, those that come first where not all fit.
     shares, left, reserved = [0] * len(claims), free, 0
     open_ = set[int]()
+    # Least numbers are reserved in order, as far as they fit.
     for i in order:
         if claims[i].least <= 1 or reserved + claims[i].least <= free:
             reserved += claims[i].least
@@ -102,6 +107,7 @@ def _above_least(claims: Sequence[Claim], order: Sequence[int], free: int) -> li
     while open_:
         places = sorted(open_)
         found = _by_weight([claims[i] for i in places], left)
+        # Who would fall short of its least gets just that, and the others share the rest.
         short = [i for i, share in zip(places, found, strict=True)
                  if claims[i].least > 1 and share < claims[i].least]  # fmt: skip
         for i, share in zip(places, found, strict=True):
@@ -114,10 +120,7 @@ def _above_least(claims: Sequence[Claim], order: Sequence[int], free: int) -> li
 
 
 def admit_whole(demands: Sequence[int], free: int) -> int:
-    """Static priority: how many jobs from the queue's head get all devices that they ask for.
-
-    The head's demand comes first.
-    """
+    """Static priority: how many jobs from the queue's head get all devices that they ask for."""
     for number, demand in enumerate(demands):
         if demand > free:
             return number
@@ -132,6 +135,7 @@ def fair_shares(weights: Sequence[float], demands: Sequence[int], free: int) -> 
     """
     exact = _filled(weights, demands, free)
     with_one = set[int]()
+    # Jobs below one device get one, and the rest is shared again without these.
     while len(weights) <= free and (
         short := {i for i, share in enumerate(exact) if share < 1.0 - _NEAR}
     ):
@@ -152,6 +156,7 @@ def _filled(weights: Sequence[float], demands: Sequence[int], free: int) -> list
     open_ = set(range(len(weights)))
     left = float(free)
     while open_ and left > 1e-12:
+        # Until the devices are gone, or the first job has its demand.
         level = min(
             left / sum(weights[i] for i in open_),
             min((demands[i] - exact[i]) / weights[i] for i in open_),
@@ -167,6 +172,7 @@ def _whole(exact: Sequence[float], weights: Sequence[float], free: int) -> list[
     """Whole devices: one for each by weight while there are some, then the largest remainders."""
     shares = [int(value + _NEAR) for value in exact]
     order = sorted(range(len(exact)), key=lambda i: (-(exact[i] - shares[i]), -weights[i], i))
+    # One device each before anybody's remainder.
     for i in sorted(range(len(exact)), key=lambda i: (-weights[i], i)):
         if shares[i] == 0 and sum(shares) < free:
             shares[i] = 1
@@ -192,29 +198,23 @@ def next_shares(
 ) -> dict[str, Seat]:
     """The devices of each job from now on; a job that is not named waits.
 
-    Decided at every event. Jobs that were let in share in the order in which that happened, and the
-    queue is ordered by weight, then arrival.
+    Decided at every event. Jobs that were let in share in the order in which that happened, and
+    the queue is ordered by weight, then arrival.
 
-    VirtualFlow counts the devices of a cluster; a live job has all of its devices on one server. So
-    each server shares its own devices among the jobs on it, and the queue's head joins the server
-    on which it gets most; of equals that on which more of these idle, so that others keep theirs,
-    then that with the least weight per device. A job that runs leaves its server, which costs a
-    restart, only for idle devices that at least double what it has. On one server this is
+    VirtualFlow counts the devices of a cluster; a live job has all of its devices on one server.
+    So each server shares its own devices among the jobs on it, and the queue's head joins the
+    server on which it gets most; of equals that on which more of these idle, so that others keep
+    theirs, then that with the least weight per device. A job that runs leaves its server, which
+    costs a restart, only for idle devices that at least double what it has. On one server this is
     algorithm 1, and what the simulator does.
 
-    A job that keeps its number keeps its devices; one that shrinks keeps some of them. The state is
-    left as the next decision needs it: ``started`` tells since when a job is no longer in the
+    A job that keeps its number keeps its devices; one that shrinks keeps some of them. The state
+    is left as the next decision needs it: ``started`` tells since when a job is no longer in the
     queue, and ``share`` how much of its scale factor it has.
 
-    Args:
-        state: The jobs present, on one device type.
-        numbers: Of devices that each job can run on, in order; one that is not named runs on any
-            number up to its scale factor.
-        now_seconds: The time.
-        sizes: Devices of the type on each server that has it [1][servers].
-        down: Devices that do not work.
-        held: The devices of jobs that run now.
-        kept: Jobs that stay where they are, whatever is down there.
+    ``numbers`` are of devices that each job can run on, in order; one that is not named runs on
+    any number up to its scale factor. ``sizes`` [1][servers] are devices of the type; jobs in
+    ``kept`` stay where they are, whatever is down there.
     """
     active, held, kept = state.active, held or {}, kept or {}
     lost = frozenset(down)
@@ -243,6 +243,7 @@ def next_shares(
             servers[max(own, key=own.__getitem__, default=0)].take(i, claim(i))
         else:  # its server is down, or it was stopped
             homeless.append(i)
+    # The queue's head holds up all behind it; who ran before does not.
     for i in [*homeless, *waiting]:
         if not _join(servers, i, claim(i)) and since[i] < 0:
             break
@@ -317,6 +318,7 @@ def _join(servers: Sequence[_Server], job: int, claim: Claim) -> bool:
 def _spread(servers: Sequence[_Server]) -> None:
     """Let jobs go over to idle devices of other servers, who gains most first, each once."""
     moved = set[int]()
+    # Each job once, so this ends.
     while any(server.idle for server in servers):
         gains = [
             (offer - share, -job, -k, -there)

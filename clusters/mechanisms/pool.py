@@ -65,6 +65,7 @@ class ClusterPool:
             self._pairs[a, b, scale] = pair.steps_per_second
             if a != b:
                 both = pair.steps_per_second.items()
+                # In both orders, so that a look-up needs none.
                 self._pairs[b, a, scale] = {name: (two, one) for name, (one, two) in both}
         self._add_columns()
 
@@ -79,6 +80,7 @@ class ClusterPool:
             if mixes:
                 raise ProblemError("mixes of device types are not placed; leave placement out")
             self.columns = (*self.types, *(name + UNCONSOLIDATED for name in self.types))
+            # Unconsolidated columns hold the same devices.
             self.resources = np.tile(np.eye(len(self.types), dtype=np.int64), 2)
             return
         self.columns = (*self.types, *mixes)
@@ -116,9 +118,8 @@ class ClusterPool:
     def limits(self, free: Ints, consolidated: tuple[int, ...] | None) -> tuple[Ints, Ints]:
         """What columns use [limits, columns] of how much: devices, and consolidated devices.
 
-        Args:
-            free: Devices of each type [types].
-            consolidated: How many of them can be held consolidated; None: it does not count.
+        ``consolidated`` is how many of ``free`` [types] can be held consolidated; None: it does
+        not count.
         """
         if consolidated is None:
             return self.resources, free
@@ -208,6 +209,7 @@ class ClusterPool:
 
     def _apart(self, entry: ModelThroughput, rate: Floats) -> Floats:
         apart = entry.unconsolidated_steps_per_second or {}
+        # One device is never spread.
         if entry.scale_factor == 1:
             apart = {}
         known = np.array([apart.get(name, np.nan) for name in self.types])
@@ -452,9 +454,11 @@ class Active:
         self.floats[:, :number] = self.floats.take(kept, axis=1)
         self.ints[:, :number] = self.ints.take(kept, axis=1)
         self.ints[:, number:] = 0
+        # From the back, so that places in front stay.
         for i in sorted(self.gone, reverse=True):
             del self.jobs[i], self.alone[i]
         self.gone = []
+        # Twice the step, so that one job more does not move the blocks again.
         if number + 2 * _ROOM <= self.room:
             self._make_room(-(-max(number, 1) // _ROOM) * _ROOM)
 

@@ -74,12 +74,8 @@ def devices_down(
 ) -> list[Device]:
     """Which devices are down, where only their number by server is known.
 
-    Args:
-        sizes: Devices of each type on each server [types][servers].
-        standing: Those that work now [types][servers].
-        before: What was down, the longest first: these come back in this order.
-        struck: Devices of jobs that a failure has hit since; one of these fails first.
-        held: Devices of the other jobs; these fail last.
+    ``sizes`` and ``standing`` are [types][servers]. What was down ``before``, the longest first,
+    comes back in this order; of the others those ``struck`` fail first, those ``held`` last.
     """
     down: list[Device] = []
     first = list(dict.fromkeys(struck))
@@ -88,9 +84,11 @@ def devices_down(
             number = size - standing[kind][place]
             if not number:
                 continue
+            # What was down longest comes back first, so the newest stay down.
             here = [device for device in before if device[:2] == (kind, place)]
             here = here[max(0, len(here) - number) :]
             others = [(kind, place, i) for i in range(size) if (kind, place, i) not in here]
+            # Struck devices fail first, those of other jobs last.
             others.sort(key=lambda d: (d not in first, d in held, d[2]))
             down += here + others[: number - len(here)]
     return down
@@ -223,13 +221,8 @@ class Servers:
     ) -> tuple[list[bool], list[bool]]:
         """Place the jobs of a round.
 
-        Args:
-            ids: The jobs that share each placement: one, or the two of a pair.
-            kinds: Device type of each.
-            needs: Devices that each holds.
-            standing: Devices of each type that work on each server [types][servers].
-            apart: Whether each may be spread; these are placed after the others. None may by
-                default.
+        ``standing`` [types][servers] are devices that work; placements that are ``apart`` may be
+        spread, and come last.
 
         Returns:
             Whether each is consolidated, and whether it kept the devices of the last round.
@@ -246,16 +239,19 @@ class Servers:
                 for server, number in before[1].items():
                     reserved[kind][server] += number
         later = list(apart) or [False] * len(ids)
+        # The largest first, as they fit the fewest places; of equals who holds a lease.
         order = sorted(range(len(ids)), key=lambda i: (later[i], -needs[i], i not in leases, i))
         close, kept = [False] * len(ids), [False] * len(ids)
         now: dict[str, Held] = {}
         for i in order:
             kind, lease = kinds[i], leases.get(i)
+            # Its own lease is not in its way.
             for server, number in (lease or {}).items():
                 reserved[kind][server] -= number
             fewest = self.fewest(kind, needs[i])
             fits = lease is not None and sum(lease.values()) == needs[i]
             if lease is not None and fits and _is_free(lease, free[kind]):
+                # Fewer servers are worth a move; as many are not.
                 better = None if len(lease) <= fewest else _seats(needs[i], free[kind])
                 seats = better if better is not None and len(better) < len(lease) else lease
             else:
@@ -276,9 +272,11 @@ def _seats(need: int, free: list[int], reserved: list[int] | None = None) -> dic
     held = reserved or [0] * len(free)
     fits = [s for s, number in enumerate(free) if number >= need]
     if fits:
+        # How many devices that leases of others hold it would take there.
         taken = [max(0, need - (free[s] - held[s])) for s in range(len(free))]
         return {min(fits, key=lambda s: (taken[s], free[s], s)): need}
     seats: dict[int, int] = {}
+    # Larger than any server: the emptiest ones, so as few as can be.
     for server in np.argsort(-np.array(free), kind="stable").tolist():
         if need <= 0 or free[server] <= 0:
             break

@@ -102,14 +102,9 @@ def occupancy(
 ) -> Occupancy:
     """What a decision sees.
 
-    Args:
-        open_leases: All that are not over.
-        places: Where devices are.
-        devices: By name, as the engine sees them now.
-        drained: Servers and device types that are to get no jobs, and lose those that they have.
-        resting: Servers on which no launch could begin.
-        waiting: Jobs that must not begin now.
-        only_idle: Whether nobody is to move, and only devices that nobody holds are given.
+    What is ``drained`` gets no jobs and loses those that it has; no launch could begin on
+    ``resting`` servers. Jobs in ``waiting`` must not begin now; with ``only_idle`` nobody is to
+    move.
     """
     planned = {str(lease.job): places.seat(lease.devices)
                for lease in open_leases if not lease.holds_devices}  # fmt: skip
@@ -121,11 +116,14 @@ def occupancy(
         rests = any(device.server in resting for device in its)
         is_fit = all(device.is_up and not _is_in(drained, device) for device in its)
         if lease.goes_on and is_fit and (rests or lease.is_young):
+            # Before its first step, or on a server that rests, a lease stays; on a device that is
+            # down or drained it does not.
             kept[str(lease.job)] = places.seat(lease.after_resize)
     if only_idle:
         kept = running | planned
     taken = {device for its in kept.values() for device in its}
     if only_idle:
+        # In a resize a launch may be on both sets of devices.
         taken.update(places.seat(name for lease in open_leases for name in lease.held))
     kept |= dict.fromkeys(map(str, waiting), ())
     avoided = {*drained, *resting}
@@ -136,6 +134,7 @@ def occupancy(
             if not device.is_up or _is_in(avoided, device)
         ],
         held=planned | running,
+        # A planned lease is the later decision.
         decided=planned | running | planned,
         kept=kept,
         taken=frozenset(taken),
@@ -173,6 +172,7 @@ class Rests:
         # Launches that fail together count once.
         until, seconds = self._rests.get(server, (-1e18, 0.0))
         if now >= until:
+            # A server that fails again soon rests twice as long.
             recent = now - until <= LONGEST_SECONDS
             seconds = min(2.0 * seconds, LONGEST_SECONDS) if recent else FIRST_SECONDS
             until = now + seconds

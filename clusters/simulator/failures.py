@@ -52,9 +52,7 @@ class FailureOptions:
     def refuse_hopeless(self, round_seconds: float = 0.0) -> None:
         """Refuse failures so frequent that a run would hardly ever end.
 
-        Args:
-            round_seconds: What is lost when a device fails; a device that fails within it does
-                not count as up.
+        A device that fails within ``round_seconds``, which a failure loses, does not count as up.
 
         Raises:
             InfeasibleError: Devices do useful work for less than ``LEAST_UP`` of the time.
@@ -121,6 +119,7 @@ class Fleet:
         for kind, place in self._entries[number]:
             down = self._down.get((kind, place), [])
             up = self.layout.sizes[kind][place] - len(down)
+            # A longer repair that is under way stays.
             self._down[kind, place] = [max(until, t) for t in down] + [until] * up
         self._servers_down[number] = until
         self.num_servers_failed += 1
@@ -153,6 +152,7 @@ class Failures:
                 held.setdefault((kind, place), []).append((holder, number))
         hit = self._strike_servers(held, now_seconds, round_seconds)
         if self.options.mean_seconds is not None:
+            # 1 - exp(-t / mean), exact for small chances too.
             chance = -math.expm1(-round_seconds / self.options.mean_seconds)
             for kind, row in enumerate(self.fleet.standing()):
                 hit |= self._strike_devices(kind, row, chance, held, now_seconds)
@@ -182,6 +182,7 @@ class Failures:
         now_seconds: float,
     ) -> set[int]:
         hit, devices = set[int](), sum(row)
+        # How many in one draw, then which: quick for thousands of devices.
         failed = int(self.random.binomial(devices, chance))
         if not failed:
             return hit
@@ -190,6 +191,7 @@ class Failures:
             place = int(np.searchsorted(ends, device, side="right"))
             offset = device - (int(ends[place]) - row[place])
             self.fleet.fail_device(kind, place, now_seconds)
+            # Holders take a server's devices one after another.
             for holder, number in held.get((kind, place), ()):
                 if offset < number:
                     hit.add(holder)
@@ -253,6 +255,7 @@ class FailureEvents:
 
     def _failed(self, then: float) -> list[tuple[int, int]]:
         of_devices, of_servers = self._rates()
+        # A server or a device, in proportion to their rates.
         if self._random.random() * (of_devices + of_servers) < of_servers:
             servers = self.fleet.servers_up()
             number = servers[int(self._random.integers(len(servers)))]

@@ -67,7 +67,9 @@ def summed(values: Any, number: Any) -> Any:
             known += 1
         else:
             half = size // 2
+            # As numpy splits: the first half is a multiple of 8.
             half -= half % 8
+            # 0 marks a sum whose halves are on the stack above it.
             numbers[waiting] = 0
             firsts[waiting + 1], numbers[waiting + 1] = first + half, size - half
             firsts[waiting + 2], numbers[waiting + 2] = first, half

@@ -27,11 +27,7 @@ def alternatives(
     The best plan of each part of the pool that keeps all, half, a quarter or none of each type's
     devices, in whole servers: as good as ``solve`` proves it.
 
-    Args:
-        problem: The whole pool's.
-        plan: Its plan, which the alternatives are compared with.
-        most: How many to give, the fastest first.
-        effort: Of each part's search; after its limit no more parts are solved.
+    The fastest ``most`` are given; after the limit of ``effort`` no more parts are solved.
     """
     if most < 1:
         return ()
@@ -63,10 +59,7 @@ def gains(
 
     Never more than the plan's own step, which stays possible.
 
-    Args:
-        problem: The pool's.
-        plan: Its plan.
-        effort: Of each search; one that it stops says nothing of what devices would buy.
+    A search that ``effort`` stops says nothing of what devices would buy.
     """
     asked = [
         (number, more)

@@ -34,11 +34,7 @@ def simplest(
     fewest devices, that have a step within the error. A search that is stopped, or gives up early,
     may leave a simpler plan unfound, never take one beyond the error.
 
-    Args:
-        problem: What is asked.
-        solve: The least plan of a problem, by its predicted step.
-        effort: No more problems are solved after its limit.
-        most_given_up: How much slower on paper the simplest may be, relative to the least.
+    ``most_given_up`` is how much slower on paper the simplest may be, relative to the least.
     """
     best = solve(problem)
     if problem.step_error is None or problem.solved == "nested":
@@ -55,6 +51,7 @@ def simplest(
             best,
             effort,
         )
+        # The fewest devices are looked for at this number of stages.
         asked = replace(problem, most_stages=len(chosen.stages))
     if problem.workers == "at_most":
         chosen = _least_number(
