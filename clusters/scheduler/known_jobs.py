@@ -98,6 +98,7 @@ class KnownJobs:
         new = _by_key(rate for rates in jobs.values() for rate in rates)
         if new.items() <= self._rates.items():
             return False
+        # The pool is another one anyway, so kinds of jobs that have left go too.
         self._rates = {key: one for key, one in self._rates.items() if key[0] in models} | new
         return True
 
@@ -186,6 +187,7 @@ def ratio_on(ratios: Ratios, types: Iterable[str]) -> float:
     known = ratios.get(_name(names))
     if known is not None or not ratios:
         return 1.0 if known is None else known
+    # What several types reached together says little of one.
     alone = [ratio for name, ratio in ratios.items() if "," not in name]
     usual = statistics.median(alone or [*ratios.values()])
     return min(ratios.get(name, usual) for name in names)
@@ -223,6 +225,7 @@ class Ledger:
     def count_targets(self, state: RoundState, now: float) -> None:
         """Count the device-seconds that the policy's shares gave jobs since this was done last."""
         since, active = self._store.get(_AIMED), state.active
+        # Even where nothing is counted, as this time must not count later.
         self._store.set(_AIMED, now)
         if since is None or not len(active):
             return
@@ -265,12 +268,14 @@ class Ledger:
         active, pool = state.active, state.pool
         job, number = active.jobs[place], kinds.total()
         if (column := _column(state, place, kinds)) is None:
+            # Policies have no column for these, so each type has its part of the time.
             for kind, part in kinds.items():
                 _count(state, place, kind, seconds * part / number)
             wish = self._known.wish(job.id)
             counts = tuple(kinds[kind] for kind in range(len(pool.types)))
             return wish.rate(counts) if isinstance(wish, Elastic) else 0.0
         _count(state, place, column, seconds)
+        # Its rate with just so many devices; policies may have seen that of another number.
         if number in self._known.numbers.get(job.id, ()):
             return float(pool.rate(replace(job, scale_factor=number))[column])
         return float(active.rate[column, place])

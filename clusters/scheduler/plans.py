@@ -148,6 +148,7 @@ def _rate(kind: _Kind, gpus: str) -> float:
         plan = _plan(kind, gpus)
     except (InfeasibleError, ProblemError):
         return 0.0
+    # A plan that leaves devices idle is none on these.
     used = Counter(worker.device_type for worker in lower(plan).workers)
     if used != Counter(Cluster.parse(gpus).num_devices):
         return 0.0
@@ -172,10 +173,7 @@ def throughput_of(
 ) -> Rate:
     """Steps per second on each type that it has rates of and fits, or on those that it named.
 
-    Args:
-        asked: The job.
-        num_devices: The cluster's devices by type.
-        no_mixes: Why the cluster gives no job devices of several types; None where it does.
+    ``no_mixes`` says why the cluster gives no job devices of several types; None where it does.
 
     Raises:
         InfeasibleError: No type of the cluster can run it.
@@ -232,6 +230,7 @@ def _throughput_with(
             except (InfeasibleError, ProblemError) as error:
                 obstacles.append(f"{name}: {error.message}")
                 continue
+            # Smaller numbers in the range are planned on their own.
             if asked.devices_at_most is not None and lower(plan).world_size < number:
                 obstacles.append(f"{name}: no plan uses {number} devices")
                 continue
@@ -395,6 +394,7 @@ def wish_of(
         if asked.gpus is not None:
             named = Cluster.parse(asked.gpus).num_devices
             return Fixed((tuple(named.get(name, 0) for name in types),))
+        # The fastest first.
         return Fixed(tuple(sorted(known, key=lambda counts: -known[counts])))
 
     def rate(counts: ByType) -> float:
@@ -403,6 +403,7 @@ def wish_of(
         if counts not in known:
             used = {name: number for name, number in zip(types, counts, strict=True) if number}
             try:
+                # Rates on one type are all known by now: a number that they lack has no plan.
                 is_known = len(used) == 1 and bool(rates)
                 known[counts] = 0.0 if is_known else rate_on(asked, used) * ratio(used)
             except FileError:

@@ -141,6 +141,7 @@ def _admitted(
     store: ClusterStore, asked: Submission, request: Request, member: Account
 ) -> Submission:
     """Another user's submission, with profiles that the scheduler keeps."""
+    # What a client checks is checked again: nothing that it says is believed.
     indices = request.indices or ()
     if len(set(indices)) != len(indices) or len(indices) > MOST_OF_ARRAY:
         raise ProblemError(f"an array has at most {MOST_OF_ARRAY} jobs, each once")
@@ -215,6 +216,7 @@ def ask(folder: Path, text: str) -> Any:
             with suppress(BrokenPipeError):  # refused before all was sent
                 asking.sendall(data)
                 asking.shutdown(socket.SHUT_WR)
+            # The answer may take longer than the request: a submission is planned first.
             document = json.loads(_received(asking, 2**62, time.monotonic() + 6 * LONGEST_SECONDS))
     except (OSError, ValueError) as error:
         raise FileError(
@@ -277,6 +279,7 @@ class Group:
 
     def _protect(self, store: ClusterStore) -> None:
         """Let the group in, after what lies there has been closed to it."""
+        # What is checked here and opened below is one folder, whatever its name leads to by then.
         handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if os.fstat(handle).st_uid != os.geteuid():
@@ -289,13 +292,16 @@ class Group:
             jobs = self._folder / "jobs"
             jobs.mkdir(mode=0o700, exist_ok=True)
             for entry in os.scandir(self._folder):
+                # A mode set on a link would be that of what it leads to.
                 if entry.is_symlink() or entry.name == jobs.name:
                     continue
                 os.chmod(entry.path, 0o700 if entry.is_dir() else 0o600)
             for entry in os.scandir(jobs):
                 if entry.name not in of_others:
                     os.chmod(entry.path, 0o700)
+            # Members reach their own jobs by number, and cannot list those of others.
             os.chmod(jobs, 0o711)
+            # Last: all that lies inside is closed by now.
             os.fchown(handle, -1, self._gid)
             os.fchmod(handle, 0o710)
         finally:
@@ -305,6 +311,7 @@ class Group:
         listening = socket.socket(socket.AF_UNIX)
         try:
             with _reachable(self._folder) as place:
+                # An earlier scheduler may have left it.
                 (self._folder / SOCKET).unlink(missing_ok=True)
                 listening.bind(str(place / SOCKET))
                 os.chown(place / SOCKET, -1, self._gid)
@@ -375,6 +382,7 @@ def _check_above(folder: Path) -> None:
     """Refuse a folder that another user could put a different one in the place of."""
     for above in folder.resolve().parents:
         found = above.stat()
+        # With the sticky bit only owners rename.
         is_open = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
         if is_open or found.st_uid not in (0, os.geteuid()):
             raise ProblemError(
@@ -395,6 +403,7 @@ def _received(connection: socket.socket, most: int, until: float) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
+        # One limit for all parts, so that nobody holds a connection open byte by byte.
         left = until - time.monotonic()
         if left <= 0:
             raise TimeoutError("timed out")

@@ -18,10 +18,7 @@ from .proofs import Verdict
 def check(plan: Plan, problem: SplitProblem | None) -> Verdict:
     """List every fault of a plan; an empty list means that it is valid.
 
-    Args:
-        plan: The plan to check.
-        problem: The problem that the plan claims to answer. None checks only whether the plan's
-            own values agree with each other.
+    Without a problem, checks only whether the plan's own values agree with each other.
 
     Returns:
         One sentence per fault, and how the bound is known.

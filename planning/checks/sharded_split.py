@@ -114,10 +114,7 @@ def _sharing(problem: ShardedProblem, shard: Shard | None) -> _Sharing:
 def check(plan: Plan, problem: ShardedProblem | None) -> Verdict:
     """List every fault of a plan that shares states; an empty list means that it is valid.
 
-    Args:
-        plan: The plan to check.
-        problem: The problem that the plan claims to answer. None checks only whether the plan's
-            own values agree with each other.
+    Without a problem, checks only whether the plan's own values agree with each other.
 
     Returns:
         One sentence per fault, and how the bound is known.

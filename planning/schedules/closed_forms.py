@@ -15,13 +15,11 @@ import numpy as np
 def in_flight(replicas: Sequence[int], stage: int) -> int:
     """Inputs in flight on one replica of a stage under 1F1B-RR.
 
-    ceil(replicas of this stage and all after it / replicas of this stage), which is p - stage if no
-    stage is replicated. For the input stage this is NOAM (2.4.2). It is also the number of weight
-    versions that stashing keeps (table 7.1).
+    ceil(replicas of this stage and all after it / replicas of this stage), which is p - stage if
+    no stage is replicated. For the input stage this is NOAM (2.4.2). It is also the number of
+    weight versions that stashing keeps (table 7.1).
 
-    Args:
-        replicas: [stages] number of ranks that hold each stage.
-        stage: The stage, from 0.
+    ``replicas`` [stages] are the numbers of ranks that hold each stage.
     """
     return -(-sum(replicas[stage:]) // replicas[stage])
 
@@ -103,11 +101,8 @@ def interleaved_warmup(
 
     2 (p - position - 1) + (v - 1) p, at most all of them (Megatron-LM; figure 4.4).
 
-    Args:
-        pipeline_parallel_size: p.
-        num_microbatches: m.
-        num_model_chunks: v.
-        position: The device's position in the pipeline, from 0.
+    p is ``pipeline_parallel_size``, v ``num_model_chunks``; ``position`` is the device's in the
+    pipeline, from 0.
     """
     ahead = 2 * (pipeline_parallel_size - position - 1)
     most = ahead + (num_model_chunks - 1) * pipeline_parallel_size
@@ -123,11 +118,8 @@ def interleaved_in_flight(
     Several answers, [answers][chunks]: which one takes the most memory depends on the chunks. An
     answer that holds no more of any chunk than another is left out.
 
-    Args:
-        pipeline_parallel_size: p.
-        num_microbatches: m, a multiple of p.
-        num_model_chunks: v.
-        position: The device's position in the pipeline, from 0.
+    ``num_microbatches`` is a multiple of ``pipeline_parallel_size``; ``position`` is the device's
+    in the pipeline, from 0.
     """
     p, v = pipeline_parallel_size, num_model_chunks
     m = min(num_microbatches, 3 * p)  # the order repeats itself from group to group
