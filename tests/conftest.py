@@ -35,15 +35,17 @@ _DEFAULTS = {
 _LONGEST = (
     "measures",
     "tests/runtime/test_adapters.py",
+    "tests/docs/test_commands.py",
     "tests/runtime/test_tensor.py",
     "tests/faults/test_campaign.py",
-    "tests/planning/test_pool_parts.py",
-    "tests/solvers/pipeline/nested/test_solve.py",
-    "tests/fuzz/test_fuzz.py",
     "tests/gpu/test_planned_steps.py",
-    "tests/docs/test_commands.py",
+    "tests/solvers/pipeline/nested/test_solve.py",
+    "tests/engines/test_ray.py",
+    "tests/scheduler/test_live.py",
+    "tests/scheduler/test_engines.py",
+    "tests/fuzz/test_fuzz.py",
     "tests/launcher/test_resize.py",
-    "tests/gpu/test_timeline.py",
+    "tests/testing/test_machine.py",
 )
 
 

@@ -166,7 +166,7 @@ def test_an_exported_script_trains_the_plan_on_unlike_nodes(
         names={name: f"resource:{name}" for name in ("cpu:fast", "cpu:slow")},
     )  # fmt: skip
     done = subprocess.run(
-        [sys.executable, str(script)], env=launch_cases.environment(**cluster[0]), timeout=120,
+        [sys.executable, str(script)], env=launch_cases.environment(**cluster[0]), timeout=300,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

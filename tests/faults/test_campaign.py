@@ -131,5 +131,5 @@ def expected(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Ex
 def test_runs_with_faults_end_with_the_digest_of_an_undisturbed_one(
     tmp_path: Path, expected: Expected, commands: Commands
 ) -> None:
-    counts = campaign(tmp_path, 0, 13, expected, commands)
-    assert sum(counts[kind] for kind in KINDS) == 13
+    counts = campaign(tmp_path, 0, 10, expected, commands)
+    assert sum(counts[kind] for kind in KINDS) == 10
