@@ -172,6 +172,7 @@ def test_devices_behind_a_slow_link_are_left_alone() -> None:
     assert plan.predicted.step_seconds == pytest.approx(solved(alone, "parallel")[0])
 
 
+@pytest.mark.slow
 def test_one_more_server_than_parts_can_be_planned_for_is_left_alone() -> None:
     near = ServerGroup(count=2, devices={"B": 3, "A": 4}, intra_bytes_per_second=1e9, rack="r")
     others = ServerGroup(count=2, devices={"A": 1, "B": 4}, intra_bytes_per_second=1e9, rack="r")
