@@ -33,6 +33,16 @@ def tensors_in(value: Any) -> list[Any]:
     return [tensor for entry in inside for tensor in tensors_in(entry)]
 
 
+def plain(values: Iterable[float | Tensor]) -> list[float]:
+    """Numbers, of which some may be tensors [] on a device: their host waits for it once."""
+    found = list(values)
+    there = {at: value for at, value in enumerate(found) if isinstance(value, Tensor)}
+    if len({value.device for value in there.values()}) == 1:
+        row = torch.stack([value.detach().double().reshape(()) for value in there.values()])
+        there = dict(zip(there, row.tolist(), strict=True))
+    return [float(there.get(at, value)) for at, value in enumerate(found)]
+
+
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """A value of the same form, with what a function makes of each tensor."""
     import torch

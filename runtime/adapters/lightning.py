@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ...schema.errors import TargetError
 from ...schema.options import option
 from ..data import rows_of
-from ..nested_tensors import mapped
+from ..nested_tensors import mapped, plain
 from ..promise.promise import ignores_targets
 from .ddp import cut_loader
 from .numbers import LOSS, Call, CountedPart, Numbers, ScriptStep, TriedStep, joined, slope_of
@@ -303,7 +303,7 @@ class _Recording:
 
     def numbers(self) -> Numbers:
         """The numbers by name, on the host."""
-        return {name: float(value) for name, value in self._found.items()}
+        return dict(zip(self._found, plain(self._found.values()), strict=True))
 
     def note_loss(self, name: str, loss: Tensor, model: nn.Module) -> None:
         """Keep a loss and its slope; for trials."""

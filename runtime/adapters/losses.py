@@ -36,6 +36,7 @@ from ...devices.collectives import wire_device
 from ...schema.errors import TargetError
 from .. import peers
 from ..group import Place, gathered
+from ..nested_tensors import plain
 from ..promise.promise import chain, last_divisors_of, signature_of, targets_of
 from ..promise.recording import LossVerdict, Recording, Replays, Slice
 from ..totals import LateValues
@@ -146,10 +147,12 @@ def share_of(
         TargetError: The loss is nothing, as where the script itself keeps a divisor from being so.
     """
     counted = _divided(loss, divisor, counts=counts)
-    _refuse(int(counted.faults))
     given = torch.as_tensor(counted.given, dtype=torch.float64, device=loss.device)
-    total = max(float(sum_of(given.detach().reshape(()))), counted.least)
-    return float(counted.own) / total if total else math.nan
+    summed = sum_of(given.detach().reshape(()))
+    faults, total, own = plain((counted.faults, summed, counted.own))
+    _refuse(int(faults))
+    total = max(total, counted.least)
+    return own / total if total else math.nan
 
 
 _ROWS = 32  # samples that are tried one by one

@@ -20,7 +20,7 @@ from ...schema.errors import TargetError
 from ...schema.options import option
 from ..data import PLAIN, copied, rows_of
 from ..determinism import streams_kept
-from ..nested_tensors import mapped, tensors_in
+from ..nested_tensors import mapped, plain, tensors_in
 from ..promise.draws import Draws
 from ..promise.trial import rounding_of
 from ..promise.untouched import Untouched
@@ -49,7 +49,8 @@ def labels_counted(batch: Any) -> tuple[int, int]:
         return 0, 0
     counted = labels.ne(_IGNORED)
     following = counted[..., 1:] if counted.dim() > 1 else counted
-    return int(counted.sum()), int(following.sum())
+    every, later = plain((counted.sum(), following.sum()))
+    return int(every), int(later)
 
 
 def with_unlike_rows(batch: Any) -> Any:
@@ -317,27 +318,36 @@ class ScriptStep:
             kinds = [kind for kind in self._kinds.get(LOSS, ()) if kind in _OF_LOSSES]
             if not kinds:
                 raise self._no_kind(LOSS, "their sum, nor their mean by samples or by labels")
-            found = [self._weights_by(kind, parts) for kind in kinds]
-            if self._num_tries >= _MOST_TRIES or all(
-                self._training.are_all_true(
-                    all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(found[0], o, strict=True))
+            found = self._weights_by(kinds, parts)
+            if self._num_tries >= _MOST_TRIES or len(kinds) == 1:
+                return found[0]
+            if self._training.are_all_true(
+                all(
+                    math.isclose(a, b, rel_tol=1e-9)
+                    for other in found[1:]
+                    for a, b in zip(found[0], other, strict=True)
                 )
-                for o in found[1:]
             ):
                 return found[0]
             self._try(call, batch)
 
-    def _weights_by(self, kind: str, parts: Sequence[CountedPart]) -> list[float]:
-        workers = self._training.world_size
-        if kind == "sum":
-            return [float(workers) if part.num_samples else 0.0 for part in parts]
-        if kind == _MEANS[0]:
-            assert self._training.piece is not None
-            total: float = self._training.piece.num_samples
-        else:
-            own = [sum(part.counted(kind) for part in parts)]
-            total = max(sum(row[0] for row in self._training.numbers_of_all(own)), 1.0)
-        return [part.counted(kind) * workers / total for part in parts]
+    def _weights_by(self, kinds: Sequence[str], parts: Sequence[CountedPart]) -> list[list[float]]:
+        """[kinds][parts] the weight of each part's loss."""
+        workers, training = self._training.world_size, self._training
+        assert training.piece is not None
+        totals: dict[str, float] = {_MEANS[0]: training.piece.num_samples}
+        if unknown := [kind for kind in kinds if kind in _MEANS[1:]]:
+            own = [sum(part.counted(kind) for part in parts) for kind in unknown]
+            columns = zip(*training.numbers_of_all(own), strict=True)
+            totals |= {
+                kind: max(sum(column), 1.0) for kind, column in zip(unknown, columns, strict=True)
+            }
+        return [
+            [float(workers) if part.num_samples else 0.0 for part in parts]
+            if kind == "sum"
+            else [part.counted(kind) * workers / totals[kind] for part in parts]
+            for kind in kinds
+        ]
 
     @property
     def loss_is_mean_over_samples(self) -> bool:
