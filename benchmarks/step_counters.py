@@ -87,12 +87,16 @@ def measured(name: str, variant: str) -> dict[str, float]:
         return found
 
 
-def run_workers(script: list[str], environment: Mapping[str, str]) -> None:
-    """Run a script's workers, which meet each other, to their end."""
+def meeting() -> dict[str, str]:
+    """Environment by which workers meet each other."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS)}
-    shared = {**environment, **meeting, "OMP_NUM_THREADS": "1"}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORKERS)}
+
+
+def run_workers(script: list[str], environment: Mapping[str, str]) -> None:
+    """Run a script's workers, which meet each other, to their end."""
+    shared = {**environment, **meeting(), "OMP_NUM_THREADS": "1"}
     workers = [
         subprocess.Popen(
             [sys.executable, *script],
@@ -112,23 +116,23 @@ def counted_steps(
     counted: int,
     columns: Sequence[str],
 ) -> dict[str, float]:
-    """What a step counts, its CPU seconds and the peak, of those that follow the skipped ones."""
+    """What the median step counts, its CPU seconds and the peak, after the skipped ones."""
     import torch
 
-    device_counts, times = sys.modules["_fakecuda"], []  # comes with torch
+    device_counts, rows = sys.modules["_fakecuda"], []  # comes with torch
+    began = time.process_time()
     for index, batch in enumerate(batches):
         if index == skipped:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            device_counts.reset_counts()
         if index == skipped + counted:
             break
-        began = time.process_time()
         step(batch)
-        times.append(time.process_time() - began)
-    found = device_counts.counts()
-    row = {column: found.get(column, 0) / counted for column in columns}
-    row["cpu_seconds"] = statistics.median(times[skipped:])
+        seconds, found = time.process_time() - began, device_counts.counts()
+        rows.append({"cpu_seconds": seconds, **{name: found.get(name, 0) for name in columns}})
+        device_counts.reset_counts()  # the next step's begin with its batch
+        began = time.process_time()
+    row = {name: float(statistics.median(r[name] for r in rows[skipped:])) for name in rows[0]}
     row["peak_bytes"] = float(torch.cuda.max_memory_allocated())
     return row
 
