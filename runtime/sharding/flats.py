@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...devices.collectives import wire_device
+from ...devices.collectives import is_on_devices, wire_device
 from ...schema.errors import PeerLostError
 from .. import peers
 from ..group import Place
@@ -186,21 +186,41 @@ class Sharers:
         """Whether there are others."""
         return len(self.ranks) > 1
 
-    def send_parts(self, parts: Sequence[Tensor]) -> list[peers.Transfer | None]:
-        """Begin to send all workers each one's part."""
+    def send_parts(self, whole: Tensor, cuts: Sequence[int]) -> list[peers.Transfer | None]:
+        """Begin to send all workers each one's part of a vector.
+
+        Args:
+            whole: [numbers] each worker has its part of.
+            cuts: [workers + 1] where parts begin and end.
+        """
+        parts = [whole[low:high] for low, high in pairwise(cuts)]
+        if self._is_one_call(parts):
+            own = parts[self.number]
+            return [peers.all_gather(whole, own, group=self.group, async_op=True)]
         return [
             peers.broadcast(part, src=rank, group=self.group, async_op=True)
             for rank, part in zip(self.ranks, parts, strict=True)
             if self.are_several and part.numel()
         ]
 
-    def sum_parts(self, parts: Sequence[Tensor]) -> list[peers.Transfer | None]:
-        """Begin to sum each part to its worker."""
+    def sum_parts(self, whole: Tensor, cuts: Sequence[int]) -> list[peers.Transfer | None]:
+        """Begin to sum each part of a vector to its worker; the arguments are ``send_parts``'s."""
+        parts = [whole[low:high] for low, high in pairwise(cuts)]
+        if self._is_one_call(parts):
+            own = parts[self.number]
+            return [peers.reduce_scatter(own, whole, group=self.group, async_op=True)]
         return [
             peers.reduce(part, dst=rank, group=self.group, async_op=True)
             for rank, part in zip(self.ranks, parts, strict=True)
             if self.are_several and part.numel()
         ]
+
+    def _is_one_call(self, parts: Sequence[Tensor]) -> bool:
+        # Between hosts' memories gloo's all-gather takes longer than a broadcast for each owner.
+        # Parts of one call are in order of ranks, and equally long.
+        is_even = self.are_several and len({len(part) for part in parts}) == 1
+        is_in_order = [*self.ranks] == sorted(self.ranks)
+        return is_even and is_in_order and len(parts[0]) > 0 and is_on_devices(self.group)
 
 
 def all_workers(place: Place) -> Sharers:
@@ -256,6 +276,7 @@ class Flat:
         self._sums: Tensor | None = None  # of this worker's own part; at the end of what it keeps
         self._before: dict[int, Tensor] = {}  # gradients of earlier steps
         self._gradient: Tensor | None = None
+        self._expects = False  # whether autograd makes the gradients, for ``_taken``
         self._gathering: list[peers.Transfer | None] | None = None
         self._reducing: list[tuple[Tensor, list[peers.Transfer | None]]] = []
         self._order = order
@@ -334,7 +355,7 @@ class Flat:
             self._whole[slice(*self.part)].copy_(self._own)
         self._gathering = []
         if not self.is_alone:
-            self._gathering = self.sharers.send_parts(self._parts(self._whole))
+            self._gathering = self.sharers.send_parts(self._whole, self._cuts)
 
     def wait(self) -> None:
         """Make the parameters whole, and wait until they are."""
@@ -385,8 +406,8 @@ class Flat:
         """A tensor of a member's shape, such as its moment, from the slices of all workers."""
         whole = own.new_zeros(self.shapes[number].numel())
         whole[self.slice_of(number)] = own
-        workers = range(len(self.sharers.ranks))
-        for work in self.sharers.send_parts([whole[self.slice_of(number, w)] for w in workers]):
+        cuts = [self.slice_of(number, w).start for w in range(len(self.sharers.ranks))]
+        for work in self.sharers.send_parts(whole, [*cuts, len(whole)]):
             if work is not None:
                 work.wait()
         return whole.view(self.shapes[number])
@@ -395,8 +416,8 @@ class Flat:
 
     @property
     def awaits_gradients(self) -> bool:
-        """Whether there is room for whole gradients."""
-        return self._gradient is not None
+        """Whether whole gradients may come."""
+        return self._expects or self._gradient is not None
 
     def begin_sums(self) -> bool:
         """Begin a step; whether gradients of an earlier one are there, which stay in the sum."""
@@ -422,10 +443,18 @@ class Flat:
             start, end = self.bounds[number]
             parameter.grad = self._gradient[start:end].view(self.shapes[number])
 
+    def expect_gradients(self) -> None:
+        """Let whole gradients come that are reduced before others come."""
+        # Autograd then keeps the tensors that it has made. Into room that is there already it would
+        # add each to zeros: a kernel for every parameter.
+        self._expects = self.is_trained and self._gradient is None
+
     def clear_gradients(self) -> None:
         """Set the gradients that have come to 0."""
         if self._gradient is not None:
             self._gradient.zero_()
+        for _, parameter in self.members if self._expects else ():
+            parameter.grad = None
 
     def reduce(
         self, factor: Tensor | None = None, names: Sequence[Subtree | None] | None = None
@@ -442,11 +471,13 @@ class Flat:
         if names is not None:
             self._send(gradient, names)
             return
-        self._reducing.append((gradient, self.sharers.sum_parts(self._parts(gradient))))
+        self._reducing.append((gradient, self.sharers.sum_parts(gradient, self._cuts)))
 
     def _taken(self, factor: Tensor | None) -> Tensor | None:
         """The gradients that have come, which the parameters leave."""
         gradient, self._gradient = self._gradient, None
+        if self._expects:
+            self._expects, gradient = False, self._joined()
         if gradient is None:
             return None
         if not self._counts:
@@ -456,6 +487,21 @@ class Flat:
         for _, parameter in self.members:
             parameter.grad = None
         return gradient
+
+    def _joined(self) -> Tensor:
+        """The gradients that autograd has made, end to end; 0 where it has made none."""
+        whole = torch.empty_like(self._whole)
+        rooms, came = [], []
+        for (start, end), (_, parameter) in zip(self.bounds, self.members, strict=True):
+            room, grad = whole[start:end], parameter.grad
+            if grad is None:
+                room.zero_()
+                continue
+            rooms.append(room.view(grad.shape))
+            came.append(grad.to_dense() if grad.is_sparse else grad)
+        if came:
+            torch._foreach_copy_(rooms, came)
+        return whole
 
     def keep(self, node: int, factor: Tensor | None) -> None:
         """Add a virtual node's gradients to those of this worker's others."""
@@ -530,9 +576,8 @@ class Flat:
         whole = torch.empty_like(self._whole)
         gradients = {n: p.grad for n, (_, p) in enumerate(self.members) if p.grad is not None}
         own = self._owned(self.laid_out(gradients))
-        parts = self._parts(whole)
-        parts[self.sharers.number].copy_(own)
-        for work in self.sharers.send_parts(parts):
+        self._parts(whole)[self.sharers.number].copy_(own)
+        for work in self.sharers.send_parts(whole, self._cuts):
             if work is not None:
                 work.wait()
         return whole
@@ -561,6 +606,7 @@ class Flat:
             self._own = whole[slice(*self.part)].copy_(self._own)
         self._whole, self._gathering, self._gradient, self._sums = whole, None, None, None
         self._reducing, self._coming, self._leaves, self._own_leaves = [], [], None, None
+        self._expects = False
         self.free()
         for number, (_, parameter) in enumerate(self.members):
             parameter.grad = self._before.get(number)

@@ -79,6 +79,11 @@ class Unit:
         for flat in self.flats:
             flat.await_gradients()
 
+    def expect_gradients(self) -> None:
+        """Let whole gradients come in a pass that reduces them."""
+        for flat in self.flats:
+            flat.expect_gradients()
+
     def clear_gradients(self) -> None:
         """Set the gradients that have come to 0: a mean over nothing has none that are numbers."""
         for flat in self.flats:
@@ -204,8 +209,8 @@ class Units:
 
     def _take_back(self, unit: Unit, before: str | None) -> None:
         unit.wait()
-        if self._trains:
-            unit.await_gradients()
+        if self._trains and self.in_rounds:
+            unit.expect_gradients()
         if self.shares_weights and before is not None:
             self._units[before].gather()
 

@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
+from hetflow.tests.launcher.elastic_runs import plan_of
+from hetflow.tests.runtime.sharded_plans import shared
 from hetflow.tests.testing.hosts import GpuHost
 
 RESERVE_BYTES = 41 << 20
@@ -104,3 +108,54 @@ def test_no_device_takes_more_than_its_plan_says(software: GpuHost, tmp_path: Pa
         assert state == pytest.approx(most, rel=0.01)
         shares.append(state)
     assert sum(shares) == 2 * trained
+
+
+EVEN = """
+import json
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.randn(160, 128), torch.randint(128, (160,)))
+job = hf.prepare(model, optimizer)
+software = sys.modules["_fakecuda"]
+for batch in job.batches(DataLoader(data, batch_size=16)):
+    if batch.step == 8:
+        software.reset_counts()
+    job.backward(lambda x, y: nn.functional.cross_entropy(model(x), y), batch)
+    optimizer.step()
+    optimizer.zero_grad()
+    calls = software.counts()["nccl"]
+job.finish()
+if job.rank == 0:
+    weights = [p.detach().cpu().tolist() for p in model.parameters()]
+    json.dump([calls / 2, weights], open("even.json", "w"))
+"""
+
+
+@pytest.mark.slow
+def test_equal_shares_meet_in_one_call(software: GpuHost) -> None:
+    """Three layers' weights come and their gradients go; the step's own sum is the seventh."""
+    host = software("V100,V100")
+    (host.folder / "train.py").write_text(EVEN)
+    plan = shared(plan_of([1, 1], [host.types[0]] * 2, samples=8), "gradients", (1, 1))
+    files.write(host.folder / "plan.json", plan)
+    host.done("launch", "plan.json", "train.py")
+    calls, weights = json.loads((host.folder / "even.json").read_text())
+    assert calls == 7
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in zip(
+        torch.randn(160, 128).split(16), torch.randint(128, (160,)).split(16), strict=True
+    ):
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for own, found in zip(model.parameters(), weights, strict=True):
+        assert torch.allclose(own.detach(), torch.tensor(found), atol=1e-5)
