@@ -404,6 +404,8 @@ def _near(
 
 
 def _subset(cuts: Cuts, chosen: Ints) -> Cuts:
+    pairs = np.ix_(chosen, chosen)
+    copied, split = cuts.copied_bytes, cuts.split_bytes
     return replace(
         cuts,
         layer_sets=tuple(cuts.layer_sets[cut] for cut in chosen.tolist()),
@@ -414,6 +416,8 @@ def _subset(cuts: Cuts, chosen: Ints) -> Cuts:
         weight_bytes=cuts.weight_bytes[chosen],
         activation_bytes=cuts.activation_bytes[chosen],
         crossing_bytes=cuts.crossing_bytes[chosen],
+        copied_bytes=None if copied is None else copied[pairs],
+        split_bytes=None if split is None else split[pairs],
     )
 
 

@@ -77,6 +77,7 @@ class StageCosts:
             ]
         )
         self.total_weight = float(cuts.weight_bytes[-1])
+        self.is_line = self._is_line()
 
     def slopes(self, pool: int, num_replicas: int, span: int) -> Slopes:
         """The factors by which compute seconds and weight bytes enter a stage's cost."""
@@ -158,10 +159,16 @@ class StageCosts:
         found[~self.between()] = np.inf
         return found
 
-    @property
-    def is_line(self) -> bool:
-        """Whether all that counts of a stage is the difference of two cuts in one line."""
-        return self.cuts.before is None and self.cuts.copied_bytes is None
+    def _is_line(self) -> bool:
+        """Whether cuts are in one line, where a stage that ends at a later cut is never smaller.
+
+        So a limit of memory allows all ends up to a last one. Tied weights are copied by a stage
+        that lacks their holder; one that goes on up to the holder has its weights instead.
+        """
+        if self.cuts.before is not None or self.cuts.copied_bytes is None:
+            return self.cuts.before is None
+        held = self.cuts.weight_bytes[None, :] + self.cuts.copied_bytes
+        return self.problem.traits.flushes and bool(np.triu(np.diff(held, axis=1)).min() >= 0)
 
     def between(self) -> Mask:
         """[cuts, cuts]: whether a stage may lie between two cuts."""

@@ -35,6 +35,7 @@ differ in replicas alone share it.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
@@ -48,6 +49,8 @@ from ..effort import DEFAULT, Effort
 from .cuts import Floats, Mask
 from .placements import Move, PlacedStage, PlacementSpace
 from .stage_costs import StageCosts
+
+Ints = NDArray[np.int64]
 
 
 class MoveKind(NamedTuple):
@@ -92,8 +95,8 @@ class StepModel:
         self.transfer: Floats = 2 * costs.cuts.crossing_bytes[None, :] / rates
         self.transfer = self.transfer + 2 * costs.message_seconds
         self.weights = costs.cuts.weight_bytes
-        self.between: Mask | None = None if self.is_line else costs.between()
-        self._rows: dict[tuple[MoveKind, int], Mask] = {}
+        self._ends = np.arange(self.size)
+        self._last_in_memory: dict[tuple[int, int, int], Ints] = {}
         self._rooms: dict[tuple[int, int, int], Mask] = {}
         self._later: dict[MoveKind, list[tuple[int, Floats]]] = {}
 
@@ -200,20 +203,31 @@ class StepModel:
         # The known plan's own stages must stay allowed, whatever rounding does.
         return curve, self.most_seconds * (1 + 1e-9) - own
 
-    def stash(self, kind: MoveKind) -> tuple[Floats, Floats, float]:
-        """[cuts] of which the difference is a stage's own memory, [cuts] of inputs, and the limit.
+    def last_in_memory(self, kind: MoveKind) -> Ints:
+        """[cuts] the last end of a stage that begins at each cut, of cuts in one line."""
+        key = (kind.pool, kind.in_flight, kind.versions)
+        if key not in self._last_in_memory:
+            cuts, limit = self.costs.cuts, self.problem.pools[kind.pool].limit_bytes
+            if limit is None:
+                found = np.full(self.size, self.size - 1)
+            elif cuts.copied_bytes is None:
+                state, stashes = self.costs.memory_terms(kind.in_flight, kind.versions)
+                own = state * cuts.weight_bytes + stashes * cuts.activation_bytes
+                most = own + limit - kind.in_flight * cuts.crossing_bytes
+                found = np.searchsorted(own, most, side="right") - 1
+            else:
+                found = self._ends + self.room(kind).sum(axis=1)
+            self._last_in_memory[key] = found
+        return self._last_in_memory[key]
 
-        The limit is infinite where the pool sets none.
-        """
-        cuts, limit = self.costs.cuts, self.problem.pools[kind.pool].limit_bytes
-        state, stashes = self.costs.memory_terms(kind.in_flight, kind.versions)
-        own: Floats = state * cuts.weight_bytes + stashes * cuts.activation_bytes
-        return own, kind.in_flight * cuts.crossing_bytes, np.inf if limit is None else float(limit)
+    @cached_property
+    def between(self) -> Mask:
+        """[cuts, cuts] where a stage may lie between two cuts, but for memory."""
+        return self.costs.between()
 
     def room(self, kind: MoveKind) -> Mask:
         """[cuts, cuts] where a stage may lie between two cuts, within the memory."""
         limit = self.problem.pools[kind.pool].limit_bytes
-        assert self.between is not None
         if limit is None:
             return self.between
         key = (kind.pool, kind.in_flight, kind.versions)
@@ -224,20 +238,12 @@ class StepModel:
 
     def row(self, kind: MoveKind, first: int) -> Mask:
         """[cuts] where a stage that begins at a cut may end: behind it, within the memory."""
-        key = (kind, first)
-        if key not in self._rows:
-            own, inputs, limit = self.stash(kind)
-            used = own - own[first] + inputs[first]
-            if self.costs.cuts.copied_bytes is not None:
-                state, _ = self.costs.memory_terms(kind.in_flight, kind.versions)
-                used = used + state * self.costs.cuts.copied_bytes[first]
-            found: Mask = used <= limit
-            if self.between is None:
-                found[: first + 1] = False
-            else:
-                found &= self.between[first]
-            self._rows[key] = found
-        return self._rows[key]
+        found: Mask
+        if self.is_line:
+            found = (self._ends > first) & (self._ends <= self.last_in_memory(kind)[first])
+        else:
+            found = self.room(kind)[first]
+        return found
 
     def left_of(self, kind: MoveKind, first: int, link: int) -> Floats:
         """[cuts] g of the stages that begin at a cut."""
@@ -287,9 +293,6 @@ def output_seconds(costs: StageCosts, placed: list[PlacedStage], number: int) ->
     _, last, move = placed[number]
     slowest = max(move.span, move.gap, placed[number + 1][2].span)
     return costs.output_seconds(last, costs.bandwidths[slowest])
-
-
-Ints = NDArray[np.int64]
 
 
 _SLACK = 1e-12
@@ -375,6 +378,26 @@ def _parts(moves: Ints, target: Ints, most: int) -> list[Ints]:
     return np.split(moves, begins[first][1:])
 
 
+class _StepEnds:
+    """``StepModel.step_end`` of the first stages of many moves."""
+
+    def __init__(self, model: StepModel, kinds: tuple[MoveKind, ...]) -> None:
+        costs, split = model.costs, model.costs.cuts.split_bytes
+        self.curves = [model.weights] if split is None else [model.weights, split[0]]
+        # [kinds, curves] and [kinds]
+        self.slopes = np.array(
+            [[model.end(kind), costs.tied_seconds_per_byte(kind.num_replicas)] for kind in kinds]
+        )
+        self.starts = np.array([model.end_start(kind) for kind in kinds])
+
+    def of(self, kind: Ints) -> Floats:
+        """[moves, cuts] for the kind of each move."""
+        found: Floats = self.starts[kind, None]
+        for curve, slope in zip(self.curves, self.slopes.T, strict=False):
+            found = found + slope[kind, None] * curve
+        return found
+
+
 class Windows:
     """Cuts in one line: the ends of a stage are a window behind its begin."""
 
@@ -401,8 +424,7 @@ class Windows:
         self.end = np.where(length <= 0, size, last - (1 << self.level) + 1)
         self.is_empty: Mask = length <= 0
         self.first_of_link = last[:, :, 0]
-        self.ends = np.array([model.end(kind) for kind in batched.kinds])
-        self.starts = np.array([model.end_start(kind) for kind in batched.kinds])
+        self.step_ends = _StepEnds(model, batched.kinds)
 
     def fill(self, behind: Floats, rows: Ints) -> None:
         """Fill the rows whose sources are complete."""
@@ -440,8 +462,7 @@ class Windows:
         # one number.
         totals = self.minima[0, batch.row, 1:-1]
         if not model.pessimistic:
-            totals = totals + self.ends[batch.kind, None] * model.weights[None, 1:]
-            totals = totals + self.starts[batch.kind, None]
+            totals = totals + self.step_ends.of(batch.kind)[:, 1:]
         of_link = batch.span if model.pessimistic else np.zeros_like(batch.span)
         last = self.first_of_link[self.window[batch.kind], of_link] - 1
         # The last allowed end cuts off the running minimum.
@@ -463,8 +484,7 @@ class Suffixes:
         self.model, self.batched = model, batched
         # [rows, cuts] the least value behind each cut.
         self.minima = np.full((len(batched.row_source), model.size), np.inf)
-        self.ends = np.array([model.end(kind) for kind in batched.kinds])
-        self.starts = np.array([model.end_start(kind) for kind in batched.kinds])
+        self.step_ends = _StepEnds(model, batched.kinds)
 
     def fill(self, behind: Floats, rows: Ints) -> None:
         """Fill in the costs, as ``Windows.fill`` says."""
@@ -481,8 +501,7 @@ class Suffixes:
 
     def whole(self, batch: MoveBatch) -> Floats:
         """The cost of all layers, as of ``Windows.whole``."""
-        totals = self._values(batch.row) + self.ends[batch.kind, None] * self.model.weights
-        totals = totals + self.starts[batch.kind, None]
+        totals = self._values(batch.row) + self.step_ends.of(batch.kind)
         found: Floats = totals[:, 1:].min(axis=1) - self.model.compute[batch.pool, 0]
         return found
 
@@ -511,12 +530,9 @@ def _windows(model: StepModel, kinds: tuple[MoveKind, ...]) -> tuple[Ints, list[
 
 def _last(model: StepModel, kind: MoveKind, link: int, limit: float) -> Ints:
     """[cuts] the last end that memory and limit allow a stage that begins at each cut."""
-    own, inputs, memory = model.stash(kind)
-    # Memory, work and what is left are all differences of sums that never fall along the line. So
-    # the ends that a limit allows are all those up to a last one.
-    last = np.full(model.size, model.size - 1)
-    if np.isfinite(memory):
-        last = np.searchsorted(own, own + memory - inputs, side="right") - 1
+    # Memory, work and what is left all grow along the line: as differences of sums that never fall,
+    # and of memory by tied weights (``StageCosts.is_line``). So a limit allows ends up to a last.
+    last = model.last_in_memory(kind)
     if np.isfinite(model.most_seconds):
         curve, most_alone = model.alone(kind)
         last = np.minimum(last, np.searchsorted(curve, curve + most_alone, side="right") - 1)

@@ -9,6 +9,7 @@ from partition_cases import best_flat, chain, flat_problems, levels, objective, 
 
 from hetflow.planning.checks.pipeline import check, stage_memory
 from hetflow.schema.errors import ProblemError
+from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.schema.schedule import traits
 from hetflow.solvers.pipeline.solve import solve
@@ -59,6 +60,24 @@ def test_a_flush_holds_a_copy_and_pays_for_its_reduction(schedule):
     assert plan.stages[0].tied_seconds == pytest.approx(400 / 10.0)
     assert plan.predicted.step_seconds >= before.predicted.step_seconds + 400 / 10.0 - 1e-9
     assert plan.stages[-1].memory_bytes >= 2 * 400
+
+
+def test_a_copy_that_does_not_fit_moves_a_cut():
+    forward = (1.5, 1.5, 0.25, 0.25, 2.0, 0.5, 1.5, 1.5)
+    sizes = [(5, 3), (13, 3), (5, 1), (13, 3), (2, 8), (13, 1), (1, 3), (5, 1)]
+    problem = chain(
+        [(seconds, 2 * seconds) for seconds in forward],
+        sizes,
+        levels((2, 1.0)),
+        memory_bytes=144,
+        schedule="gpipe",
+        num_microbatches=2,
+        optimizer=OptimizerState(name="adam", state_bytes_per_weight_byte=2.0),
+        recompute=False,
+    )
+    pool = dataclasses.replace(problem.pools[0], pass_seconds=1.0)
+    problem = tied(dataclasses.replace(problem, pools=(pool,)), (0, 7, 3))
+    assert same(objective(problem), best_flat(problem))
 
 
 def test_a_stage_with_all_users_holds_them_once():
