@@ -62,8 +62,10 @@ def when_back(
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
 
 
-def when_going_back(output: Any, begins: Callable[[], None]) -> None:
-    """Let ``begins`` be called when the layer that gave this output goes back."""
+def when_going_back(output: Any, begins: Callable[[], None]) -> bool:
+    """Let ``begins`` be called when the layer that gave this output goes back; whether it may."""
     found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-    if torch.is_grad_enabled() and found:
-        torch.autograd.graph.register_multi_grad_hook(found, lambda _: begins(), mode="any")
+    if not torch.is_grad_enabled() or not found:
+        return False
+    torch.autograd.graph.register_multi_grad_hook(found, lambda _: begins(), mode="any")
+    return True

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,6 @@ from ..sharding.states import SharedStates
 from .losses import Losses
 from .sliced import Origin, SlicedParameter, plain, plainly
 
-_EXACT = 1 << 24  # whole numbers below it are exact in float32
 _MOST = 1 << 24  # parameters of a model
 
 
@@ -66,7 +64,6 @@ class SharedModel:
         self.states: SharedStates | None = None
         self.is_whole, self.is_open, self.runs, self._syncs = True, False, False, True
         self._carried: dict[nn.Parameter, Tensor] = {}
-        self._ran = 0  # a checksum of the layers that passes have run
         self._sliced: list[tuple[nn.Parameter, Origin]] = []
         self._places: list[tuple[Flat, int]] = []
         self._asker: nn.Module | None = None  # whose state dict is made
@@ -188,26 +185,15 @@ class SharedModel:
             return
         self.runs = False
         states.leave()
-        self._ran = crc32(repr(states.last_order).encode(), self._ran)
         if not self._syncs:
             return
         states.launch_rest()
         states.wait()
-        ran = self._ran % _EXACT
-        ends = [ran, -ran] if self._sharing.in_rounds else [0, 0]
-        used = torch.tensor([*[1.0] * states.num_parameters, *ends], dtype=torch.float32)
+        used = torch.ones(states.num_parameters)
         used[states.unused()] = 0
         used = used.to(self._training.place.device)
         peers.all_reduce(used, op=torch.distributed.ReduceOp.MAX)
-        *of_parameters, largest, least = used.tolist()
-        if largest != -least:
-            raise TargetError(
-                "the workers ran unlike layers of a model in a step, and they gather and reduce "
-                "these together",
-                hint="let no layer be chosen by a worker's own samples; or solve with "
-                + option("shard", "optimizer"),
-            )
-        states.drop([number for number, is_used in enumerate(of_parameters) if not is_used])
+        states.drop([number for number, is_used in enumerate(used.tolist()) if not is_used])
         for parameter, gradient in self._carried.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._carried.clear()

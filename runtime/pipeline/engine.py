@@ -712,6 +712,8 @@ class PipelineEngine:
                 batch.look_at(loss)
                 batch.test(item, made[0], loss, self._model.evaluating)
                 scaled = self._synchroniser.add(loss, item.num_samples, scales=self.flushes)
+                if scaled is None and self._shares is not None:
+                    self._shares.check_idles(self._work)
                 results = () if scaled is None else (batch.scaling.scale(scaled),)
             else:
                 results = made[0]

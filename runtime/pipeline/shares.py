@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...schema.errors import TargetError
-from ...schema.launch import LaunchConfig, PipelineStage
+from ...schema.launch import LaunchConfig, PipelineStage, PipelineWork
 from ...schema.options import option
 from ...schema.schedule import Kind, Operation
 from ..gradients import Hooks
@@ -27,7 +27,7 @@ from ..initial_values import fill
 from ..repeated_layers import layers_of, repeated_layers
 from ..session import Session
 from ..sharding.flats import Flat, Sharers, cuts_of
-from ..sharding.units import Unit, Units, check_elementwise
+from ..sharding.units import Turn, Unit, Units, check_elementwise
 from .cut import StageModule, WholeModel, bracket, spans_of
 from .ownership import Holders, Ownership
 
@@ -177,14 +177,13 @@ class StageShares(Units):
                 self._ties.append((made, group_of(owners)))
         layers = {name: Unit(flats[name]) for name in found if name in flats}
         super().__init__(Unit(flats[""]), layers, names, shares_weights=True, in_rounds=True)
-        self._order, self._recomputes = list(layers), recomputes
+        self._recomputes = recomputes
         if graph is not None:
             bracket(graph, {name: spans[name] for name in layers}, self._enter, self.after)
         else:
             self.watch({name: modules[name] for name in layers})
         self._came: set[int] = set()  # parameters whose gradient has ever come
         self._now_came: set[int] = set()
-        self._has_idled = False
         self._own_hooks = Hooks()
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
@@ -232,31 +231,39 @@ class StageShares(Units):
             starts = after.kind is not Kind.BACKWARD or self._recomputes
             following = first if starts else last
         self._turning = following if following == (first if is_backward else last) else ""
-        self._now, self._is_open, self._reruns = [], True, is_backward and self._recomputes
-        for unit in self._units.values():
-            unit.went_back = False
+        self._begin_turns()
+        self._is_open, self._reruns = True, is_backward and self._recomputes
+        if is_backward:  # of a microbatch that has gone forward before
+            befores = [None, *self._order]
+            turns = enumerate(zip(self._order, befores, strict=False))
+            self._to_go_back = [Turn(place, *names) for place, names in turns]
+            self._next = len(self._order)
         yield
         self._reruns = False
         if is_backward:
-            self._go_back()
+            self._go_back_to(-1)
+        else:
+            self._leave_out(len(self._order))
         for name, unit in self._units.items():
             if name != following:
                 unit.free(shows=False)
         if following:
             self._units[following].gather()
 
-    def _go_back(self) -> None:
-        """Let units go back that no gradient has reached: other replicas meet in each."""
-        befores = [None, *self._order]
-        with torch.no_grad():
-            for name, before in zip(self._order[::-1], befores[-2::-1], strict=True):
-                unit = self._units[name]
-                if unit.went_back:
-                    continue
-                if not unit.goes_back:
-                    self._has_idled = True
-                    self._goes_back(name, before)
-                self._went_back(name)
+    @staticmethod
+    def check_idles(work: PipelineWork) -> None:
+        """Refuse a microbatch of weight 0 where stages run again: its replicas would not.
+
+        Raises:
+            TargetError: A stage is recomputed.
+        """
+        if any(work.recomputes(number) for number in range(len(work.stages))):
+            raise TargetError(
+                "a microbatch has weight 0, so nothing goes back and no stage is recomputed for "
+                "it, where replicas that share its weights are",
+                hint="leave no microbatch without a sample that counts, or solve without "
+                "recomputation",
+            )
 
     def finish(self) -> None:
         """End a step: afterwards gradients are slices of sums; None where there is none."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +118,8 @@ class SharedStates(Units):
             for index, parameter in flat.members
         }
         self.watch(self._modules)
+        # Before its loss: a script may let workers meet in that.
+        self._hooks.append(session.model.register_forward_hook(lambda *_: self._end_forward()))
         self._own_hooks = Hooks()
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
@@ -124,7 +127,8 @@ class SharedStates(Units):
         self._used: set[int] = set()
         self._carried = False
         self._node = 0  # whose pass runs
-        self._ran: set[int] = set()
+        self._kept_nodes: set[int] = set()
+        self._knows_order = False
         self.moves = 0
         self._norm = clip_grad._get_total_norm
         clip_grad._get_total_norm = self._total_norm
@@ -176,7 +180,7 @@ class SharedStates(Units):
 
     def _keep(self, node: int) -> None:
         """Keep a pass's gradients until the last one."""
-        self._ran.add(node)
+        self._kept_nodes.add(node)
         for flat in self._flats:
             flat.keep(node, self._factor)
 
@@ -213,7 +217,7 @@ class SharedStates(Units):
                 hint="call optimizer.zero_grad() in every step; or solve with "
                 + option("shard", "gradients"),
             )
-        self._ran.clear()
+        self._kept_nodes.clear()
 
     def _layout(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
@@ -233,7 +237,8 @@ class SharedStates(Units):
 
     def enter(self, node: int) -> None:
         """Begin a virtual node's pass."""
-        self._is_open, self._trains, self._now, self._node = True, True, [], node
+        self._is_open, self._trains, self._node = True, True, node
+        self._begin_turns()
         for unit in self._all:
             unit.goes_back = False  # gradients may have been taken of the whole model
         if self._reduced is not None:  # of the pass before: else its gradients would be there twice
@@ -248,15 +253,28 @@ class SharedStates(Units):
 
     def leave(self) -> None:
         """End the pass: what no hook has reduced or freed is now."""
-        for name in reversed(self._now):
-            if self.in_rounds:
-                self._reduce(self._units[name])
+        self._leave_out(len(self._order))
+        self._go_back_to(-1)
         if self.in_rounds:
             self._reduce(self._rest)
         elif self._sums_order is not None:
             self._keep(node=self._node)
+        if self.in_rounds and not self._knows_order:
+            self._learn_order()
         self._trains = False
         self._end_pass()
+
+    def _learn_order(self) -> None:
+        """Let units have their turns as they have run, if they have run alike on all workers."""
+        order = [*dict.fromkeys([*self._ran, *self._order])]
+        told = crc32(repr(order).encode())
+        most, least = self.largest(torch.tensor([told, -told]).to(self._session.device)).tolist()
+        self._order = order if most == -least else self._order
+        self._knows_order = True
+
+    def _forget_order(self) -> None:
+        """Let units have their turns as they were registered: joining workers know no other."""
+        self._order, self._knows_order = [*self._units], False
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
@@ -273,7 +291,8 @@ class SharedStates(Units):
     def reading(self) -> Iterator[None]:
         """Let the model be called in the body for its answers, on all workers alike, in a step."""
         self._rest.wait()
-        self._is_open, self._now = True, []
+        self._is_open = True
+        self._begin_turns()
         try:
             yield
         finally:
@@ -286,8 +305,8 @@ class SharedStates(Units):
         if self.shares_weights:
             for unit in self._all:
                 unit.free(shows=False)
-        # Another list from now on: one worker may call the model by itself, when all is whole.
-        self._order, self._now, self._is_open = self._now, [], False
+        self._begin_turns()  # one worker may call the model by itself, when all is whole
+        self._is_open = False
 
     def arm(self, *, defer_last: bool = False) -> None:
         """Do nothing: gradients are reduced as layers have gone back."""
@@ -309,7 +328,7 @@ class SharedStates(Units):
                 flat.await_gradients()
                 flat.reduce(self._factor)
             return
-        for node in sorted({*order.holdings[self._session.place.rank]} - self._ran):
+        for node in sorted({*order.holdings[self._session.place.rank]} - self._kept_nodes):
             for unit in self._all:
                 unit.await_gradients()
             self._keep(node)  # it had no samples
@@ -382,7 +401,8 @@ class SharedStates(Units):
         for unit in self._all:
             unit.goes_back = False
         self._is_open, self._trains, self._discards, self._reduced = False, False, False, None
-        self._now, self._order = [], []
+        self._begin_turns()
+        self._forget_order()
         for flat in self._laid:
             flat.undo()
 
@@ -408,7 +428,7 @@ class SharedStates(Units):
             The vectors, in the order in which they are shared out.
         """
         self.free()
-        self._order = []
+        self._forget_order()
         self.moves += 1
         return self._laid
 
@@ -436,12 +456,10 @@ class SharedStates(Units):
             flat.is_alone = alone
         if not self.shares_weights:
             self.make_whole()
-        self._order = []
         try:
             with self.reading():
                 yield
         finally:
-            self._order = []
             for unit in self._all:
                 unit.free()
             for flat in self._laid:
@@ -458,7 +476,7 @@ class SharedStates(Units):
             yield
 
     def largest(self, number: float | Tensor) -> Tensor:
-        """[] float64: the largest number of all workers, on this worker's device."""
+        """Float64, of a number's shape: the largest of all workers, on this worker's device."""
         found = torch.zeros((), dtype=torch.float64, device=self._session.device) + number
         if self._session.place.distributed:
             peers.all_reduce(found, op=torch.distributed.ReduceOp.MAX)

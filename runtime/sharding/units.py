@@ -2,12 +2,18 @@
 
 Each repeated layer is a unit, and the rest is one. A unit's weights come one unit ahead, in the
 forward and again in the backward pass, and go behind it. Its gradients are reduced to their owners
-when it has gone back. Workers run the same units in the same order, so their collectives meet.
+when it has gone back. Units have their turns in one order on all workers, so their collectives
+meet. A worker whose samples leave a unit out takes part in its turn all the same::
+
+    order 0, 1, 2    one worker runs 0, 2: before 2 it gathers and frees 1
+                     going back from 0 it first gathers 1, and adds nothing to its reduction
+
+A unit that runs again begins another round of all turns, but for one that runs twice in a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ...schema.errors import TargetError
 from ...schema.options import option
 from ..invariant import Subtree
+from ..nested_tensors import tensors_in
 from ..repeated_layers import when_back, when_going_back
 from ..setup import is_elementwise
 from .flats import Flat
@@ -47,12 +54,16 @@ class Unit:
 
     Attributes:
         goes_back: Whether its backward pass has begun, and not ended.
-        went_back: Whether that has ended; whoever asks sets it to False before.
     """
 
     def __init__(self, flats: Sequence[Flat]) -> None:
         self.flats = flats
-        self.goes_back = self.went_back = False
+        self.goes_back = False
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any of it has a gradient."""
+        return any(flat.is_trained for flat in self.flats)
 
     @property
     def is_whole(self) -> bool:
@@ -95,6 +106,14 @@ class Unit:
             flat.add_reduced()
 
 
+class Turn(NamedTuple):
+    """A unit's turn in a pass: its place among the turns, its name, and whose turn came before."""
+
+    place: int
+    name: str
+    before: str | None
+
+
 class Units:
     """The units of a model on one worker, and the pass that runs.
 
@@ -121,19 +140,19 @@ class Units:
         self._rest, self._units = rest, dict(layers)
         self._names, self._names_of_turn = names, names_of_turn
         self.shares_weights, self.in_rounds = shares_weights, in_rounds
-        self._order: list[str] = []  # of units in the last forward pass
-        self._now: list[str] = []
+        self._order = [*self._units]  # of turns
+        self._now: list[str] = []  # units that have had a turn in this pass
+        self._next = 0  # place in the order
+        self._to_go_back: list[Turn] = []
+        self._has_graph = self._flows = False  # whether gradients go back to what comes now
+        self._ran: dict[str, None] = {}  # units that this worker has run in this pass
+        self._has_idled = False  # whether a unit went back that no gradient had reached
         self._reduced: Unit | None = None
         self._is_open = self._trains = self._stays_whole = self._discards = False
         self._reruns = False  # whether all units run again, forward, in a backward pass
         self._turning = ""  # the unit that the next pass begins with, too
         self._factor: Tensor | None = None
         self._hooks: list[RemovableHandle] = []
-
-    @property
-    def last_order(self) -> Sequence[str]:
-        """The repeated layers of the last pass, as they ran."""
-        return self._order
 
     @property
     def _all(self) -> list[Unit]:
@@ -174,29 +193,80 @@ class Units:
             The inputs to give to it in place of these; None: these.
         """
         unit = self._units[name]
-        unit.wait()
         if unit.goes_back:  # activations are computed again
+            unit.wait()
             if self._reruns:
+                self._next = len(self._order)
                 self._take_back(unit, self._now[-1] if self._now else None)
             return None
+        self._has_graph = torch.is_grad_enabled()
+        self._come_to(name, (args, kwargs))
+        self._ran[name] = None
+        unit.wait()
+        if self.shares_weights and self._next < len(self._order):
+            self._units[self._order[self._next]].gather()
         self._now.append(name)
-        if self.shares_weights:
-            self._ahead(len(self._now))
-        return None if self._reruns else when_back(args, kwargs, partial(self._went_back, name))
+        if self._reruns:
+            return None
+        return when_back(args, kwargs, partial(self._went_back, self._turn()))
+
+    def _turn(self) -> Turn:
+        """The last turn."""
+        return Turn(
+            len(self._now) - 1, self._now[-1], self._now[-2] if len(self._now) > 1 else None
+        )
+
+    def _come_to(self, name: str, inputs: Any) -> None:
+        """Let units have their turns that this worker leaves out before another one."""
+        if self._now[-1:] == [name]:
+            return
+        place = self._order.index(name)
+        if place < self._next:
+            self._end_forward()
+            self._next = 0
+        if place > self._next:
+            self._flows = any(tensor.requires_grad for tensor in tensors_in(inputs))
+            self._leave_out(place)
+        self._next = place + 1
+
+    def _leave_out(self, end: int) -> None:
+        """Let units have their turns up to a place in the order, without running them."""
+        for name in self._order[self._next : end]:
+            unit = self._units[name]
+            if self._goes(name):
+                unit.wait()
+                unit.free(shows=False)
+            self._now.append(name)
+            if self._has_graph and (self._flows or unit.is_trained):
+                self._to_go_back.append(self._turn())
+        self._next = max(self._next, end)
+
+    def _goes(self, name: str) -> bool:
+        return self.shares_weights and not self._stays_whole and name != self._turning
 
     def after(self, name: str, output: Any) -> None:
         """Free a unit that has run."""
         unit = self._units[name]
         if unit.goes_back:
             return
-        if self.shares_weights and not self._stays_whole and name != self._turning:
+        if self._goes(name):
             unit.free(shows=False)
-        if not self._reruns:
-            before = self._now[-2] if len(self._now) > 1 else None
-            when_going_back(output, partial(self._goes_back, name, before))
+        if self._reruns:
+            return
+        turn = self._turn()
+        self._flows = when_going_back(output, partial(self._goes_back, turn))
+        if self._flows:
+            self._to_go_back.append(turn)
 
-    def _goes_back(self, name: str, before: str | None) -> None:
-        unit = self._units[name]
+    def _end_forward(self) -> None:
+        """Let the units have their turns that no worker needs to run any more."""
+        if self._is_open:
+            self._leave_out(len(self._order))
+
+    def _goes_back(self, turn: Turn) -> None:
+        self._end_forward()
+        self._go_back_to(turn.place)
+        unit = self._units[turn.name]
         if self.shares_weights and torch.is_grad_enabled():
             raise TargetError(
                 "the loss takes gradients of gradients, and layers' weights go when they have "
@@ -205,7 +275,18 @@ class Units:
             )
         unit.goes_back = True
         if not self._reruns or self._now:  # else it comes when units run again
-            self._take_back(unit, before)
+            self._take_back(unit, turn.before)
+
+    def _go_back_to(self, place: int) -> None:
+        """End the turns after a place: no more gradient reaches them on this worker."""
+        with torch.no_grad():
+            while self._to_go_back and self._to_go_back[-1].place > place:
+                turn = self._to_go_back[-1]
+                unit = self._units[turn.name]
+                if not unit.goes_back:
+                    self._has_idled = True
+                    self._take_back(unit, turn.before)
+                self._went_back(turn)
 
     def _take_back(self, unit: Unit, before: str | None) -> None:
         unit.wait()
@@ -214,17 +295,21 @@ class Units:
         if self.shares_weights and before is not None:
             self._units[before].gather()
 
-    def _went_back(self, name: str) -> None:
-        unit = self._units[name]
-        unit.goes_back, unit.went_back = False, True
+    def _went_back(self, turn: Turn) -> None:
+        unit = self._units[turn.name]
+        unit.goes_back = False
+        if self._to_go_back[-1:] == [turn]:
+            self._to_go_back.pop()
         if self.in_rounds and self._trains:
             self._reduce(unit)
-        if self.shares_weights and name != self._turning:
+        if self.shares_weights and turn.name != self._turning:
             unit.free(shows=False)
 
-    def _ahead(self, position: int) -> None:
-        if position < len(self._order) and self._order[: len(self._now)] == self._now:
-            self._units[self._order[position]].gather()
+    def _begin_turns(self) -> None:
+        """Begin a pass."""
+        self._now, self._to_go_back, self._next = [], [], 0
+        self._has_graph, self._flows = self._trains, False
+        self._ran.clear()
 
     def _reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients while the next unit goes back."""

@@ -72,10 +72,13 @@ def build(name, deferred=False):
         return MODELS[name]().double()
 
 
-def loss_of(model, weighted):
+def loss_of(model, options):
     def function(x, y):
+        if "padded" in options:  # microbatches with nothing else have no loss, and weight 0
+            y = torch.where(x[:, 0] > 0.5, y, -100)
+            return hf.Weighted(nn.functional.cross_entropy(model(x), y), (y >= 0).sum())
         loss = nn.functional.cross_entropy(model(x), y)
-        return hf.Weighted(loss, float(y.sum())) if weighted else loss
+        return hf.Weighted(loss, float(y.sum())) if "weighted" in options else loss
 
     return function
 
@@ -105,7 +108,7 @@ def calls_of(job, whole, model):
 
 
 def train(case):
-    """``model:optimizer:options``, options out of clip, weighted, whole, apart, far, calls,
+    """``model:optimizer:options``, options out of clip, weighted, padded, whole, apart, far, calls,
     deferred (where there are several workers).
 
     ``apart`` sends payloads as between CUDA devices, with gloo in the place of NCCL; ``far`` sends
@@ -128,11 +131,7 @@ def train(case):
     for _ in range(EPOCHS):
         for batch in job.batches(loader):
             losses.append(
-                float(
-                    job.backward(
-                        loss_of(model, "weighted" in options), batch, per_virtual_node=True
-                    )
-                )
+                float(job.backward(loss_of(model, options), batch, per_virtual_node=True))
             )
             if "clip" in options:
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))

@@ -74,6 +74,7 @@ WORLDS = {
         "2-2": ("chain:adam:clip", "1f1b", CHAIN2, (2, 2), 6, False),
         "shared-adam": ("chain:adam:clip-weighted", "1f1b", CHAIN2, (2, 2), 6, False, (1, 3)),
         "shared-tied": ("branches:adam:clip-deferred", "1f1b", BRANCH2, (2, 2), 6, True, (3, 1)),
+        "shared-padded": ("chain:adam:clip-padded", "1f1b", CHAIN2, (2, 2), 6, False, (1, 3)),
         "shared-gpipe": ("branches:momentum:clip", "gpipe", BRANCH2, (2, 2), 6, False, (0, 1)),
         "shared-normed": ("normed:momentum:clip", "1f1b", NORM2, (2, 2), 4, True, (1, 1)),
         "3-1": ("branches:momentum:clip", "1f1b", BRANCH2, (3, 1), 6, False),

@@ -37,9 +37,12 @@ class Net(nn.Module):
 
     def forward(self, x):
         x = self.first(x if kind != "mixing" else x - x.mean(0))
-        chosen = [self.blocks[int(x[0, 0] > 0)]] if kind == "choosing" else self.blocks
-        for block in chosen:
-            x = x + block(x)
+        for block in self.blocks:
+            if kind != "choosing":
+                x = x + block(x)
+            # Few samples choose a layer: some workers have none of them.
+            elif len(rows := (x[:, 0] > 1).nonzero()[:, 0]):
+                x = x.index_add(0, rows, block(x[rows]))
         return self.last(x)
 
 
