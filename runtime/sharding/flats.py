@@ -198,7 +198,13 @@ class Sharers:
             own = parts[self.number]
             return [peers.all_gather(whole, own, group=self.group, async_op=True)]
         return [
-            peers.broadcast(part, src=rank, group=self.group, async_op=True)
+            # gloo knows no float8: its bytes travel.
+            peers.broadcast(
+                part.view(torch.uint8) if part.element_size() == 1 else part,
+                src=rank,
+                group=self.group,
+                async_op=True,
+            )
             for rank, part in zip(self.ranks, parts, strict=True)
             if self.are_several and part.numel()
         ]
@@ -270,7 +276,8 @@ class Flat:
             self._whole[start:end].view(parameter.shape).copy_(parameter.detach())
             parameter.data = self._whole[:0]
         if sharers.are_several and not sharers.place.is_outside:
-            peers.broadcast(self._whole, src=sharers.ranks[0], group=sharers.group)
+            sent = self._whole.view(torch.uint8) if first.element_size() == 1 else self._whole
+            peers.broadcast(sent, src=sharers.ranks[0], group=sharers.group)
         own = self._whole[low:high]
         self._own = own if keeps_whole else own.clone()
         self._sums: Tensor | None = None  # of this worker's own part; at the end of what it keeps

@@ -30,16 +30,19 @@ SAMPLES = (3, 1, 2)
 
 
 class _Adapter(nn.Module):
-    """A frozen layer and what is trained beside it, as LoRA has it."""
+    """Frozen layers, one of them quantized, and what is trained beside them, as LoRA has it."""
 
     def __init__(self, base: nn.Module, width: int) -> None:
         super().__init__()
         self.base = base
+        codes = torch.randint(-127, 128, (4 * width, width), dtype=torch.int8)
+        self.codes = nn.Parameter(codes, requires_grad=False)
         self.down = nn.Linear(width, 2, bias=False, dtype=torch.float64)
         self.up = nn.Linear(2, 4 * width, bias=False, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.base(x) + self.up(self.down(x))
+        quantized = nn.functional.linear(x, self.codes.to(x.dtype) / 1000)
+        found: Tensor = self.base(x) + quantized + self.up(self.down(x))
         return found
 
 
@@ -98,7 +101,7 @@ def train(kind: str, shard: Shard, shares: list[int]) -> None:
     whole = deepcopy(model)
     if rank:
         for parameter in model.parameters():
-            parameter.data.normal_()
+            parameter.data.fill_(3)
     store = SharedStore(dist.distributed_c10d._get_default_store()).under(f"{kind}{shard}{shares}")
     place = Place(Start(), None, torch.device("cpu"), rank=rank, world_size=world, store=store)
 
