@@ -27,7 +27,7 @@ from ..initial_values import fill
 from ..repeated_layers import layers_of, repeated_layers
 from ..session import Session
 from ..sharding.flats import Flat, Sharers, cuts_of
-from ..sharding.units import Turn, Unit, Units, check_elementwise
+from ..sharding.units import UnitTurn, Unit, Units, check_elementwise
 from .cut import StageModule, WholeModel, bracket, spans_of
 from .ownership import Holders, Ownership
 
@@ -236,7 +236,7 @@ class StageShares(Units):
         if is_backward:  # of a microbatch that has gone forward before
             befores = [None, *self._order]
             turns = enumerate(zip(self._order, befores, strict=False))
-            self._to_go_back = [Turn(place, *names) for place, names in turns]
+            self._to_go_back = [UnitTurn(place, *names) for place, names in turns]
             self._next = len(self._order)
         yield
         self._reruns = False

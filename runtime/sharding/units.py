@@ -106,7 +106,7 @@ class Unit:
             flat.add_reduced()
 
 
-class Turn(NamedTuple):
+class UnitTurn(NamedTuple):
     """A unit's turn in a pass: its place among the turns, its name, and whose turn came before."""
 
     place: int
@@ -143,7 +143,7 @@ class Units:
         self._order = [*self._units]  # of turns
         self._now: list[str] = []  # units that have had a turn in this pass
         self._next = 0  # place in the order
-        self._to_go_back: list[Turn] = []
+        self._to_go_back: list[UnitTurn] = []
         self._has_graph = self._flows = False  # whether gradients go back to what comes now
         self._ran: dict[str, None] = {}  # units that this worker has run in this pass
         self._has_idled = False  # whether a unit went back that no gradient had reached
@@ -210,9 +210,9 @@ class Units:
             return None
         return when_back(args, kwargs, partial(self._went_back, self._turn()))
 
-    def _turn(self) -> Turn:
+    def _turn(self) -> UnitTurn:
         """The last turn."""
-        return Turn(
+        return UnitTurn(
             len(self._now) - 1, self._now[-1], self._now[-2] if len(self._now) > 1 else None
         )
 
@@ -263,7 +263,7 @@ class Units:
         if self._is_open:
             self._leave_out(len(self._order))
 
-    def _goes_back(self, turn: Turn) -> None:
+    def _goes_back(self, turn: UnitTurn) -> None:
         self._end_forward()
         self._go_back_to(turn.place)
         unit = self._units[turn.name]
@@ -295,7 +295,7 @@ class Units:
         if self.shares_weights and before is not None:
             self._units[before].gather()
 
-    def _went_back(self, turn: Turn) -> None:
+    def _went_back(self, turn: UnitTurn) -> None:
         unit = self._units[turn.name]
         unit.goes_back = False
         if self._to_go_back[-1:] == [turn]:
