@@ -27,7 +27,7 @@ from ..initial_values import fill
 from ..repeated_layers import layers_of, repeated_layers
 from ..session import Session
 from ..sharding.flats import Flat, Sharers, cuts_of
-from ..sharding.units import UnitTurn, Unit, Units, check_elementwise
+from ..sharding.units import Unit, Units, UnitTurn, check_elementwise
 from .cut import StageModule, WholeModel, bracket, spans_of
 from .ownership import Holders, Ownership
 
