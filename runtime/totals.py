@@ -481,7 +481,7 @@ class StepTotals:
         if weighted and self._reducer.carried:
             raise TargetError(
                 "gradients of an earlier step are still there, and this loss has weights",
-                hint="call optimizer.zero_grad() in every step",
+                hint="call optimizer.zero_grad() in every step, without set_to_none=False",
             )
         share = own / self._share_of if weighted else own / self._num_samples
         return loss, share
