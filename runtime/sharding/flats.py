@@ -193,18 +193,14 @@ class Sharers:
             whole: [numbers] each worker has its part of.
             cuts: [workers + 1] where parts begin and end.
         """
+        if whole.element_size() == 1:  # gloo knows no float8: its bytes travel
+            whole = whole.view(torch.uint8)
         parts = [whole[low:high] for low, high in pairwise(cuts)]
         if self._is_one_call(parts):
             own = parts[self.number]
             return [peers.all_gather(whole, own, group=self.group, async_op=True)]
         return [
-            # gloo knows no float8: its bytes travel.
-            peers.broadcast(
-                part.view(torch.uint8) if part.element_size() == 1 else part,
-                src=rank,
-                group=self.group,
-                async_op=True,
-            )
+            peers.broadcast(part, src=rank, group=self.group, async_op=True)
             for rank, part in zip(self.ranks, parts, strict=True)
             if self.are_several and part.numel()
         ]
