@@ -23,7 +23,7 @@ from ..schema.parallel import (
 from ..schema.problem import Problem
 from ..schema.profile import LayerGraph, LayerNode, Profile
 from ..schema.schedule import traits
-from .costs.memory import exchange_bytes
+from .costs.memory import COMPARED_BYTES, WAITING_BYTES, exchange_bytes, workspaces
 from .links import LinkSource, Pair, PoolLinks, measured_between
 from .pipeline_problem import graph_of, layered, reserve_in_pipeline
 from .pool_parts import Key, Keys
@@ -81,11 +81,15 @@ def parallel_problem(
         reserved_bytes=max(
             (profile.base_memory_bytes or 0)
             + exchange_bytes(profile)
+            + (profile.update_workspace_bytes or 0)
+            + (COMPARED_BYTES if workspaces(graph_of(profile)) else 0)
             + reserve_in_pipeline(profile, problem, schedule).total_bytes
             for profile in chosen
         ),
         recompute=_recomputations(chosen) if recompute else ("none",),
         optimizer=read.optimizer,
+        tied_to=_tied_to(read.order),
+        waiting_bytes=0 if any(p.base_memory_bytes for p in chosen) else WAITING_BYTES,
         **choices,
         between=tuple(
             TypesLink(device_types=types, curve=_curve(rate, chosen, types, links))
@@ -220,7 +224,7 @@ def degrees_of(profiles: Sequence[Profile]) -> dict[str, set[int]]:
 
 
 def _times(profile: Profile, degree: int, table: LayerGraph, names: Sequence[str]) -> ShardTimes:
-    nodes = _in_order(table, names)
+    nodes, aside = _in_order(table, names), workspaces(table)
     whole = sum(n.weight_bytes for n in graph_of(profile).nodes)
     per_byte = profile.update_seconds / whole if whole else 0.0
     return ShardTimes(
@@ -230,7 +234,15 @@ def _times(profile: Profile, degree: int, table: LayerGraph, names: Sequence[str
         backward_seconds=tuple(node.backward_seconds for node in nodes),
         update_seconds=tuple(per_byte * node.weight_bytes for node in nodes),
         core_seconds=tuple(0.0 if n.core is None else n.core.forward_seconds for n in nodes),
+        workspace_bytes=tuple(aside.get(node.id, 0) for node in nodes) if aside else (),
     )
+
+
+def _tied_to(order: Sequence[LayerNode]) -> tuple[tuple[int, ...], ...]:
+    """``ParallelProblem.tied_to``; empty where no layer shares weights."""
+    place = {node.id: number for number, node in enumerate(order)}
+    found = tuple(tuple(place[name] for name in node.shared_with) for node in order)
+    return found if any(found) else ()
 
 
 def _sizes(profiles: Sequence[Profile], names: Sequence[str]) -> tuple[ShardSizes, ...]:
@@ -257,6 +269,10 @@ def _sizes(profiles: Sequence[Profile], names: Sequence[str]) -> tuple[ShardSize
                 tables, lambda node: node.core.stashed_bytes if node.core else _stashed(node)
             ),
             core_bytes=most(tables, lambda node: node.core.made_bytes if node.core else 0),
+            tied_bytes=tuple(
+                max(node.shared_weight_bytes or 0 for node in same)
+                for same in zip(*(_in_order(table, names) for table in tables), strict=True)
+            ),
         )
         for degree, tables in sorted(by_degree.items())
     )

@@ -15,7 +15,7 @@ from ..schema.problem import Problem
 from ..schema.profile import LayerGraph, LayerNode, MemoryReserve, Profile
 from ..schema.schedule import DEFAULT_SCHEDULE, traits
 from .costs.compute import busy_ratio
-from .costs.memory import exchange_bytes, reserve_of, with_reserve
+from .costs.memory import exchange_bytes, reserve_of, with_reserve, workspaces
 from .links import LinkSource, Pair, PoolLinks, links_of, measured_between
 from .pool_parts import Key, Keys
 
@@ -347,22 +347,9 @@ def _step_error(profiles: Sequence[Profile]) -> float | None:
 
 def _workspace(profile: Profile, graph: LayerGraph) -> int:
     """Bytes of a device's memory to reserve for temporary use, for any stage."""
-    # The sum of the largest layer's workspace, if measured, with the gradients of its output and
-    # inputs, which exist at the same time in its backward pass; the optimizer update's workspace,
-    # if the allocator keeps it apart; and what communication with other workers and fragments
-    # take.
-    made = {node.id: node.activation_bytes for node in graph.nodes}
-    inputs = dict.fromkeys(made, 0)
-    for source, target in graph.edges:
-        inputs[target] += made[source]
-    aside = max(
-        (
-            node.workspace_bytes + made[node.id] + inputs[node.id]
-            for node in graph.nodes
-            if node.workspace_bytes is not None
-        ),
-        default=0,
-    )
+    # The largest layer's workspace, if measured; the optimizer update's, if the allocator keeps it
+    # apart; and what communication with other workers and fragments take.
+    aside = max(workspaces(graph).values(), default=0)
     aside += (profile.update_workspace_bytes or 0) + exchange_bytes(profile)
     base, total = profile.base_memory_bytes or 0, profile.device_memory_bytes
     if aside + base >= total:

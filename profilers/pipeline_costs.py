@@ -18,6 +18,7 @@ from ..devices.backend import DeviceRequest
 from ..planning.costs.comm import Wire, collective_seconds
 from ..planning.costs.compute import busy_ratio
 from ..planning.costs.corrected_layers import RanStage, with_stages
+from ..planning.costs.memory import workspaces
 from ..planning.costs.pipeline import num_in_flight
 from ..planning.schedules.replay import StepStage, flush_step_seconds
 from ..runtime.measurements import StepTimes, stage_runs
@@ -135,18 +136,7 @@ class KnownCosts:
         the dearest layer's workspace with the gradients of its output and inputs; the update's.
         """
         nodes = self.graph.nodes
-        made = {node.id: node.activation_bytes for node in nodes}
-        inputs = dict.fromkeys(made, 0)
-        for source, target in self.graph.edges:
-            inputs[target] += made[source]
-        aside = max(
-            (
-                node.workspace_bytes + made[node.id] + inputs[node.id]
-                for node in nodes
-                if node.workspace_bytes is not None
-            ),
-            default=0,
-        )
+        aside = max(workspaces(self.graph).values(), default=0)
         found = []
         parts = [part for part in (nodes[: trial.cut], nodes[trial.cut :]) if part]
         for number, part in enumerate(parts):

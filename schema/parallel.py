@@ -67,7 +67,8 @@ class ShardTimes:
 
     The times include tensor-parallel communication. ``update_seconds`` is the optimizer update.
     ``core_seconds`` is the forward pass of a layer's attention core, which selective recomputation
-    repeats; empty if unknown.
+    repeats. ``workspace_bytes`` is the most temporary memory of a layer's passes in the microbatch,
+    with the gradients that it makes, before they are added to others. Both are empty if unknown.
     """
 
     tensor_parallel_size: Count
@@ -76,6 +77,7 @@ class ShardTimes:
     backward_seconds: tuple[Seconds, ...]
     update_seconds: tuple[Seconds, ...]
     core_seconds: tuple[Seconds, ...] = ()
+    workspace_bytes: tuple[Bytes, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(self.forward_seconds) + sum(self.backward_seconds) <= 0:
@@ -100,6 +102,7 @@ class ShardSizes:
     stashed_bytes: tuple[NonNegative, ...]
     selective_bytes: tuple[NonNegative, ...] = ()
     core_bytes: tuple[NonNegative, ...] = ()
+    tied_bytes: tuple[Bytes, ...] = ()
 
 
 @record
@@ -193,7 +196,11 @@ class ParallelProblem:
 
     ``output_bytes`` is what crosses the boundary after each layer for one sample, not sharded. The
     memory of a device is ``bytes_per_weight_byte`` (weights, gradients, optimizer state) times its
-    weight bytes, plus stashed activations, plus ``reserved_bytes``. Gradients are all-reduced in
+    weight bytes, plus ``reserved_bytes``. Stashed activations, messages and a layer's workspace
+    come on top, or an update's workspace. ``tied_to`` [layers] are the positions of earlier layers
+    whose weights a layer uses too; a stage without these has a copy. Where several devices sum a
+    gradient, its first one of a step may wait beside ``waiting_bytes`` of others until it is
+    written to where they are summed. Gradients are all-reduced in
     buckets of ``bucket_bytes`` by rings of single devices (links of degree 1). ``most_stages``
     limits the stages of a pipeline; None sets no limit. ``num_model_chunks`` are the numbers of
     stages per device to try; above 1 the schedule is interleaved 1F1B. Between two types counts the
@@ -219,6 +226,8 @@ class ParallelProblem:
     optimizer: OptimizerState | None = None
     shards: tuple[Shard | None, ...] = (None,)
     between: tuple[TypesLink, ...] = ()
+    tied_to: tuple[tuple[int, ...], ...] = ()
+    waiting_bytes: Bytes = 0
 
     def __post_init__(self) -> None:
         _check_names(self)
@@ -236,8 +245,9 @@ class ParallelProblem:
         owners += [(f"{pool.device_type} ", times) for pool in self.pools for times in pool.times]
         for where, owner in owners:
             for field in fields(owner):
-                table, is_core = getattr(owner, field.name), field.default == ()
-                is_needed = table or not is_core or "selective" in self.recompute
+                table, may_lack = getattr(owner, field.name), field.default == ()
+                is_core = "core" in field.name or "selective" in field.name
+                is_needed = table or not may_lack or (is_core and "selective" in self.recompute)
                 if isinstance(table, tuple) and is_needed:
                     tables.append((f"{where}{field.name}", table))
         for name, table in tables:
@@ -261,6 +271,12 @@ class ParallelProblem:
     def shard(self) -> Shard | None:
         """What replicas share, where ``shards`` names one kind of plans."""
         return self.shards[0]
+
+    @property
+    def update_ratio(self) -> float:
+        """Bytes that an update takes for a while for each byte of weights that it updates."""
+        known = None if self.optimizer is None else self.optimizer.workspace_bytes_per_weight_byte
+        return known or 0.0
 
     @property
     def by_shard(self) -> tuple["ParallelProblem", ...]:

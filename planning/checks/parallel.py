@@ -20,7 +20,7 @@ from ...schema.parallel import (
 from ...schema.plan import ParallelCertificate, Plan, ReplicaGroup, Stage
 from ...schema.schedule import PipelineShape
 from . import definitions
-from .parallel_bound import has_places, is_proved
+from .parallel_bound import has_places, is_proved, tied_bytes
 from .plan import (
     device_faults,
     dollar_faults,
@@ -128,46 +128,91 @@ def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[fl
     shared, layers are cut. What is in no repeated layer is then whole beside the shares, and so are
     two repeated layers, as weights and as gradients.
 
+    The backward pass that runs holds most at one of its layers, with this layer's workspace. An
+    update has its own, and neither activations nor gradients that others update.
+
     Args:
         plan: The plan to check.
         problem: Gives the bytes of each layer.
         number: The stage, from 0.
     """
-    own, size = _held_with(plan, number), plan.microbatch_size
+    own = _held_with(plan, number)
     counted = []
     for group in plan.stages[number].replicas:
         sizes = next(
             s for s in problem.sizes if s.tensor_parallel_size == group.tensor_parallel_size
         )
-        alone, kept = 0.0, {}
         weights = [
             weight
             for each in own
             for weight in _of(plan.stages[each], sizes.weight_bytes, _start(plan, each))
         ]
         held = problem.bytes_per_weight_byte * sum(weights)
+        updated, gathered = float(sum(weights)), 0.0
         if plan.shard == "all":
+            updated *= _part(plan, problem, number, group)
             held *= _part(plan, problem, number, group)
-            held += 2 * _gathered(plan.stages[number].layers, weights)
+            gathered = 2 * _gathered(plan.stages[number].layers, weights)
         elif plan.shared_states is not None and problem.optimizer is not None:
             largest, replicas = max(weights), plan.stages[number].num_replicas
-            share = (sum(weights) - largest) / replicas + largest
+            updated = (sum(weights) - largest) / replicas + largest
             stated = group.state_share_bytes
             if stated is not None:
                 more = largest * (replicas - 1) / replicas
-                share = min(stated + more, sum(weights)) if stated else 0.0
-            held -= problem.optimizer.state_bytes_per_weight_byte * (sum(weights) - share)
-        for each in own:
-            stage, start = plan.stages[each], _start(plan, each)
-            kept[each] = size * sum(_of(stage, sizes.stashed_bytes, start))
-            if stage.recompute == "selective":
-                kept[each] = size * sum(_of(stage, sizes.selective_bytes, start))
-                alone = max(alone, size * max(_of(stage, sizes.core_bytes, start)))
-            if stage.recompute == "full":
-                alone = max(alone, kept[each])
-                kept[each] = float(problem.output_bytes[start - 1] * size if start else 0)
-        counted.append(problem.reserved_bytes + held + alone + _most_in_flight(plan, kept))
+                updated = min(stated + more, sum(weights)) if stated else 0.0
+            held -= problem.optimizer.state_bytes_per_weight_byte * (sum(weights) - updated)
+        given = sum(weights) - updated if plan.shared_states == "gradients" else 0.0
+        copies = sum(tied_bytes(problem, sizes, *_ends(plan, each))[0] for each in own)
+        held += problem.bytes_per_weight_byte * copies
+        update = problem.update_ratio * (updated + copies) - given
+        counted.append(
+            problem.reserved_bytes
+            + held
+            + max(update, gathered + _passing_bytes(plan, problem, own, group))
+        )
     return counted
+
+
+def _passing_bytes(
+    plan: Plan, problem: ParallelProblem, own: Sequence[int], group: ReplicaGroup
+) -> float:
+    """Bytes of activations, messages and workspaces on a device of a group that holds stages."""
+    size, degree = plan.microbatch_size, group.tensor_parallel_size
+    sizes = next(s for s in problem.sizes if s.tensor_parallel_size == degree)
+    aside = _times(plan, problem, group).workspace_bytes
+    is_summed = plan.shard != "all" and plan.stages[own[0]].num_replicas > 1
+    alone, kept = 0.0, {}
+    for each in own:
+        stage, (start, end) = plan.stages[each], _ends(plan, each)
+        is_selective, core = stage.recompute == "selective", 0.0
+        if is_selective:
+            core = size * max(_of(stage, sizes.core_bytes, start))
+        stashed = sizes.selective_bytes if is_selective else sizes.stashed_bytes
+        whole = sum(size * stashed[layer] for layer in range(start, end))
+        left, most, with_all, behind = whole, 0.0, 0.0, 0
+        for layer in range(end - 1, start - 1, -1):
+            beside = left + (aside[layer] if aside else 0)
+            most, with_all = max(most, beside), max(with_all, beside + behind)
+            left -= size * stashed[layer]
+            behind += sizes.weight_bytes[layer] if is_summed and aside else 0
+        most = min(most + problem.waiting_bytes, with_all)  # of first gradients
+        received = float(problem.output_bytes[start - 1] * size if start else 0)
+        sent = float(problem.output_bytes[end - 1] * size if end < len(problem.layers) else 0)
+        is_full = stage.recompute == "full"
+        kept[each] = received if is_full else whole
+        own_alone = core + (most if is_full else most - whole)
+        if aside:
+            kept[each] += (0.0 if is_full else received) + (received + sent) / degree
+            own_alone += (received + sent) / degree
+            own_alone += min(tied_bytes(problem, sizes, start, end)[1], problem.waiting_bytes)
+        alone = max(alone, own_alone)
+    return alone + _most_in_flight(plan, kept)
+
+
+def _ends(plan: Plan, number: int) -> tuple[int, int]:
+    """The first layer of a stage, and the one behind its last."""
+    start = _start(plan, number)
+    return start, start + len(plan.stages[number].layers)
 
 
 def _gathered(layers: Sequence[str], weights: Sequence[float]) -> float:

@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 
 from ...schema.layers import unit_of
 from ...schema.options import Shard
-from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, Recompute
+from ...schema.parallel import (
+    LinkCurve,
+    ParallelPool,
+    ParallelProblem,
+    Recompute,
+    ShardSizes,
+    ShardTimes,
+)
 from ...schema.plan import PricedPlans
 from . import definitions
 
@@ -106,6 +113,7 @@ class _Option:
         held: Bytes beside microbatches and shared states.
         each: Bytes of a microbatch.
         states: Bytes of the states that replicas share; ``largest`` is what a layer has of them.
+        ending: Bytes in an update beside what a share takes, which is ``per_byte`` of its weights.
     """
 
     pool: int
@@ -120,6 +128,8 @@ class _Option:
     each: Table
     states: Table
     largest: Table
+    ending: Table
+    per_byte: Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,7 +203,7 @@ def _options(problem: ParallelProblem, size: int, replicas: int) -> Iterator[_Op
                     number, degree, recompute, _between(passes.sum(axis=0)),
                     _between(times.forward_seconds), output,
                     _between(times.update_seconds),
-                    *_memory(problem, pool, held[0], size, replicas, recompute),
+                    *_memory(problem, pool, times, held[0], size, replicas, recompute),
                 )  # fmt: skip
 
 
@@ -222,35 +232,110 @@ def _largest(values: Sequence[float]) -> Table:
 def _memory(
     problem: ParallelProblem,
     pool: ParallelPool,
-    sizes: Any,
+    times: ShardTimes,
+    sizes: ShardSizes,
     size: int,
     replicas: int,
     recompute: Recompute,
 ) -> tuple[Table, ...]:
     """``_Option``'s tables from ``most_in_flight`` on."""
     weights = _between(sizes.weight_bytes)
-    state = problem.state_bytes_per_weight_byte
-    whole = np.where(np.isfinite(weights), weights, 0.0)
+    state, d = problem.state_bytes_per_weight_byte, replicas
+    is_stage, whole = np.isfinite(weights), np.where(np.isfinite(weights), weights, 0.0)
+    (copies, tied), aside = _tied(problem, sizes), times.workspace_bytes
     held = (problem.bytes_per_weight_byte - state) * whole + problem.reserved_bytes
-    held, states = np.where(np.isfinite(weights), held, inf), state * whole
-    largest = state * _largest(sizes.weight_bytes)
+    held = held + problem.bytes_per_weight_byte * copies
+    # In an update gradients that others keep are gone, and nothing is gathered.
+    given = float(problem.shard == "gradients")
+    ending = held - given * whole + problem.update_ratio * copies
+    held, states = np.where(is_stage, held, inf), state * whole
+    most = _largest(sizes.weight_bytes)
     if problem.shard == "all":  # which cuts layers
-        largest = np.zeros_like(largest)
-        held = held + (2 * _units_of(problem, sizes)[4] if replicas > 1 else 0.0)
-    each = size * _between(sizes.stashed_bytes)
+        most = np.zeros_like(most)
+        held = held + (2 * _units_of(problem, sizes)[4] if d > 1 else 0.0)
+    kept = sizes.selective_bytes if recompute == "selective" else sizes.stashed_bytes
+    each, edges = size * _between(kept), size * np.array([0.0, *problem.output_bytes])
+    each = np.where(is_stage, each, 0.0)
+    summed = sizes.weight_bytes if d > 1 and problem.shard != "all" else ()
+    if aside:
+        passing = _most_at_a_layer(size * np.array(kept), aside, summed, problem.waiting_bytes)
+        held = held + np.minimum(tied, problem.waiting_bytes)
+    else:
+        passing = each
     if recompute == "selective":
-        each = size * _between(sizes.selective_bytes)
         held = held + size * _largest(sizes.core_bytes)
-    if recompute == "full":
-        held = held + each
-        inputs = np.array([0.0, *problem.output_bytes])[:, None] * size
-        each = np.where(np.isfinite(each), inputs, inf)
+    held = held + (passing if recompute == "full" else passing - each)
+    each = edges[:, None] if recompute == "full" else each
+    if aside:  # messages
+        sent = np.array([*edges[:-1], 0.0]) / times.tensor_parallel_size
+        received = 0.0 if recompute == "full" else edges[:, None]
+        each = each + (received + sent[:, None] + sent[None, :])
+        held = held + (sent[:, None] + sent[None, :])
+    each = np.where(is_stage, each, inf)
+    per_byte = state + given + problem.update_ratio
     if pool.memory_bytes is None:
-        return np.where(np.isfinite(each), inf, 0.0), held, each, states, largest
-    # An equal share of all layers but the largest, and the largest.
-    room = pool.memory_bytes * (1 + _NEAR) - held
-    room = room - ((states - largest) / replicas + largest)
-    return _times_in(room, each), held, each, states, largest
+        in_flight = np.where(np.isfinite(each), inf, 0.0)
+    else:
+        # An equal share of all layers but the largest, and the largest.
+        share = (whole - most) / d + most if problem.shard is not None else whole
+        memory = pool.memory_bytes * (1 + _NEAR)
+        in_flight = _times_in(memory - held - state * share, each)
+        in_flight[ending + per_byte * share > memory] = 0.0
+    return in_flight, held, each, states, state * most, ending, np.array(per_byte)
+
+
+def _most_at_a_layer(
+    kept: Table, aside: Sequence[int], summed: Sequence[int], waiting: int
+) -> Table:
+    """[start, end] the most of a backward pass at any of its layers.
+
+    The layers behind have freed what they kept. Their first gradients of a step wait, all of them
+    or as many as may.
+    """
+    places = len(kept) + 1
+    table = np.zeros((places, places))
+    for start, end in combinations(range(places), 2):
+        left, most, with_all, behind = float(np.sum(kept[start:end])), 0.0, 0.0, 0
+        for layer in range(end - 1, start - 1, -1):
+            most = max(most, left + aside[layer])
+            with_all = max(with_all, left + aside[layer] + behind)
+            left -= kept[layer]
+            behind += summed[layer] if summed else 0
+        table[start, end] = min(most + waiting, with_all)
+    return table
+
+
+def _tied(problem: ParallelProblem, sizes: ShardSizes) -> tuple[Table, Table]:
+    """[start, end] ``tied_bytes`` of stages: of copies, and all."""
+    places = len(problem.layers) + 1
+    copies, tied = np.zeros((places, places)), np.zeros((places, places))
+    for start, end in combinations(range(places) if problem.tied_to else (), 2):
+        copies[start, end], tied[start, end] = tied_bytes(problem, sizes, start, end)
+    return copies, tied
+
+
+def tied_bytes(
+    problem: ParallelProblem, sizes: ShardSizes, start: int, end: int
+) -> tuple[int, int]:
+    """Bytes of weights that layers of a stage and of others use.
+
+    Returns:
+        Of weights that only other stages' layers hold, which the stage copies; and of all.
+    """
+    users: dict[frozenset[int], list[int]] = {}
+    for layer, holders in enumerate(problem.tied_to):
+        if holders:
+            users.setdefault(frozenset(holders), []).append(layer)
+    copied = split = 0
+    for held_by, using in users.items():
+        inside = [layer for layer in using if start <= layer < end]
+        has_all = all(start <= layer < end for layer in held_by)
+        if inside and not has_all:
+            copied += max(sizes.tied_bytes[layer] for layer in inside)
+        number = sum(start <= layer < end for layer in (*held_by, *using))
+        if 0 < number < len(held_by) + len(using):
+            split += max(sizes.tied_bytes[layer] for layer in using)
+    return copied, split
 
 
 def _units_of(problem: ParallelProblem, sizes: Any) -> tuple[Table, ...]:
@@ -358,8 +443,11 @@ class _Search:
             more, most = small.largest / state * (1 - 1 / d), list[Table]()
             for option in (small, large):
                 memory = self.problem.pools[option.pool].memory_bytes
-                room = (inf if memory is None else memory * (1 + _NEAR)) - option.held
-                free = (room - in_flight * option.each) / state
+                memory = inf if memory is None else memory * (1 + _NEAR)
+                free = np.minimum(
+                    (memory - option.held - in_flight * option.each) / state,
+                    (memory - option.ending) / option.per_byte,
+                )
                 part = np.clip(np.floor(free - more), 0.0, whole)
                 most.append(np.where(free >= whole, whole, np.where(free >= 0, part, -1.0)))
             less = most[0]

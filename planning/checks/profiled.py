@@ -370,10 +370,38 @@ def parallel_faults(view: ParallelProblem, problem: Problem) -> list[str]:
     for pool in view.pools:
         profile = by_type[pool.device_type]
         held = (profile.base_memory_bytes or 0) + _exchange_bytes(profile)
+        held += profile.update_workspace_bytes or 0
+        held += 2**17 if profile.layers and _workspaces(profile.layers) else 0  # to compare workers
         most = max(most, held + _most_beside(profile, problem, 2))
         own = {"memory_bytes": _device_bytes(problem.pool, profile)}
-        faults += _unlike(pool, own, f"{pool.device_type}: ")
-    return faults + [*_unlike(view, {"reserved_bytes": most})]
+        where = f"{pool.device_type}: "
+        faults += _unlike(pool, own, where)
+        graphs = [(1, graph) for graph in profile.layer_tables]
+        for table in (*profile.tensor_layers, *profile.sequence_layers):
+            graphs.append((table.tensor_parallel_size, table.layers))
+        for times in pool.times:
+            degree, size = times.tensor_parallel_size, times.microbatch_size
+            told = [g for of, g in graphs if (of, g.microbatch_size) == (degree, size)]
+            taken = [_workspaces(graph) for graph in told]
+            if times.workspace_bytes not in [
+                tuple(each.get(layer, 0) for layer in view.layers) if each else () for each in taken
+            ]:
+                faults.append(f"{where}workspaces at degree {degree}, microbatch {size} are others")
+            faults += _tie_faults(view, told[0], degree, where)
+    has_host = any(by_type[pool.device_type].base_memory_bytes for pool in view.pools)
+    own = {"reserved_bytes": most, "waiting_bytes": 0 if has_host else 25 << 20}
+    return faults + [*_unlike(view, own)]
+
+
+def _tie_faults(view: ParallelProblem, graph: LayerGraph, degree: int, where: str) -> Iterator[str]:
+    """Whether weights that several layers use are those of the profile, and no smaller."""
+    (sizes,) = (each for each in view.sizes if each.tensor_parallel_size == degree)
+    for node in graph.nodes:
+        layer = view.layers.index(node.id)
+        told = {view.layers[other] for other in view.tied_to[layer]} if view.tied_to else set()
+        less = node.shared_with and sizes.tied_bytes[layer] < (node.shared_weight_bytes or 0)
+        if told != set(node.shared_with) or less:
+            yield f"{where}{node.id} shares {node.shared_weight_bytes} bytes of other layers"
 
 
 def pipeline_faults(view: PipelineProblem, problem: Problem) -> list[str]:
@@ -442,7 +470,7 @@ def _pool_terms(
     return {
         "memory_bytes": _device_bytes(problem.pool, profile),
         "base_memory_bytes": (base or 0) + beside if beside else base,
-        "workspace_bytes": _workspace_bytes(graph)
+        "workspace_bytes": max(_workspaces(graph).values(), default=0)
         + (profile.update_workspace_bytes or 0)
         + _exchange_bytes(profile),
         "forward_seconds": tuple(slowed * node.forward_seconds for node in ordered),
@@ -487,11 +515,11 @@ def _exchange_bytes(profile: Profile) -> int:
     return max(measured or 0 for measured in found)
 
 
-def _workspace_bytes(graph: LayerGraph) -> int:
-    """Most temporary bytes of one layer's passes, gradients of its output and inputs included."""
+def _workspaces(graph: LayerGraph) -> dict[str, int]:
+    """Layer -> temporary bytes of its passes, gradients of its output and inputs included."""
     nodes = {node.id: node for node in graph.nodes}
     beside = {name: node.activation_bytes for name, node in nodes.items()}
     for source, target in graph.edges:
         beside[target] += nodes[source].activation_bytes
     measured = [node for node in graph.nodes if node.workspace_bytes is not None]
-    return max(((node.workspace_bytes or 0) + beside[node.id] for node in measured), default=0)
+    return {node.id: (node.workspace_bytes or 0) + beside[node.id] for node in measured}

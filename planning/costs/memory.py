@@ -6,10 +6,13 @@ from fractions import Fraction
 
 from ...schema.cluster import Cluster
 from ...schema.layers import PassMoment
-from ...schema.profile import BatchPoint, MemoryReserve, Profile, changed_curves
+from ...schema.profile import BatchPoint, LayerGraph, MemoryReserve, Profile, changed_curves
 
 COMPARED_BYTES = 1 << 17
 """What a worker keeps on its device to compare its parameters with others'."""
+
+WAITING_BYTES = 25 << 20
+"""First gradients of a step that wait on a GPU until they are written to a buffer together."""
 
 
 def fitting_points(batch_curve: Sequence[BatchPoint], memory_bytes: int) -> tuple[BatchPoint, ...]:
@@ -85,6 +88,23 @@ def reserve_of(
         fragmentation_bytes=max((f for f in fragments if f is not None), default=None),
         asked_bytes=asked_bytes,
     )
+
+
+def workspaces(graph: LayerGraph) -> dict[str, int]:
+    """Layer -> the most temporary bytes of its passes, where that was measured.
+
+    The gradients of its output and inputs are there in its backward pass too. The workspace holds
+    the gradients of its weights, which autograd makes before it adds them to others.
+    """
+    made = {node.id: node.activation_bytes for node in graph.nodes}
+    beside = dict(made)
+    for source, target in graph.edges:
+        beside[target] += made[source]
+    return {
+        node.id: node.workspace_bytes + beside[node.id]
+        for node in graph.nodes
+        if node.workspace_bytes is not None
+    }
 
 
 def exchange_bytes(profile: Profile) -> int:

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from ...planning.schedules.counting import peak_in_flight
 from ...schema.errors import ProblemError
 from ...schema.launch import PipelineWork
-from ...schema.schedule import ACTIVATIONS, PASSES, RECEIVES, SENDS, Kind, Operation, Schedule
+from ...schema.schedule import (
+    ACTIVATIONS,
+    PASSES,
+    RECEIVES,
+    SENDS,
+    Kind,
+    Operation,
+    Schedule,
+    traits,
+)
 from ..data import Batch
 from ..protocol.lower import schedule_of
 from ..tensor.operators import TensorGroup
@@ -65,8 +74,16 @@ class _Program:
         self.schedule = schedule
         self.last_stage = schedule.num_stages - 1
         # At most peak_in_flight microbatches are outstanding. Once that many later messages were
-        # sent, the oldest send was received and its buffer can be reused.
-        self.most_under_way = max(peak_in_flight(schedule))
+        # sent, the oldest send was received and its buffer can be reused. Where passes alternate,
+        # a stage of k microbatches in flight knows of all but k activations, as their gradients
+        # came. Of gradients it knows of all but two while activations come: the stage before has
+        # k + 1 in flight. Then it sends the last k - 1.
+        peaks = peak_in_flight(schedule)
+        self.most_under_way = max(peaks)
+        replicas = {len(ranks) for ranks in schedule.placement}
+        has_one_stage = all(len(stages) == 1 for stages in schedule.stages_of_rank)
+        if has_one_stage and len(replicas) == 1 and traits(schedule.name).order == "alternating":
+            self.most_under_way = min(max(peaks), peaks[rank] + 1)
         self.steps = [
             _Step(
                 op,

@@ -32,7 +32,7 @@ from ...schema.parallel import ParallelProblem
 from ..effort import Effort, OutOfTimeError
 from .bound import stage_seconds
 from .gradients import ring_link
-from .space import ROOM, Spaces, StageOption
+from .space import ROOM, Spaces, StageOption, parts_of
 
 _MOST_NODES = 50_000
 """Nodes of all searches for cuts that fit: about a second."""
@@ -444,13 +444,13 @@ def _memory(shape: InterleavedShape, cuts: tuple[int, ...], position: int) -> fl
     """Bytes on each device of a position: all its chunks, at the schedule's fullest moment."""
     option, p, v = shape.option, shape.num_positions, shape.num_model_chunks
     # ``cuts`` may still be growing: chunks that are not cut yet hold nothing.
-    own = [cuts[place : place + 2] for place in range(position, len(cuts) - 1, p)]
-    weights = sum(option.weights[end] - option.weights[start] for start, end in own)
-    weights += max(option.uneven_bytes(start, end) for start, end in own)
-    stashed = [option.stashed[end] - option.stashed[start] for start, end in own]
-    again = max(option.core_bytes(start, end) for start, end in own)
-    if option.recompute == "full":
-        again, stashed = max(stashed), [option.inputs[start] for start, _ in own]
+    own = [(cuts[place], cuts[place + 1]) for place in range(position, len(cuts) - 1, p)]
+    parts, uneven = parts_of(option), max(option.uneven_bytes(*chunk) for chunk in own)
     in_flight = interleaved_in_flight(p, shape.num_microbatches, v, position)
-    held = max(sum(n * each for n, each in zip(one, stashed, strict=False)) for one in in_flight)
-    return option.reserved_bytes + weights + held + again
+    each = [parts.each[chunk] for chunk in own]
+    held = max(sum(n * kept for n, kept in zip(one, each, strict=False)) for one in in_flight)
+    passing = sum(parts.standing[chunk] for chunk in own) + uneven + held
+    passing += max(parts.alone[chunk] for chunk in own)
+    updating = sum(parts.updating[chunk] for chunk in own)
+    updating += option.updated_bytes / (option.state_bytes or 1.0) * uneven
+    return float(option.reserved_bytes + max(passing, updating))

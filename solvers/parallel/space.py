@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, combinations, product
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,14 @@ class StageOption:
     ``uneven`` on top (``space_of``); each byte of ``shared`` (prefix sums of weights) has
     ``state_bytes``. With selective recomputation ``stashed`` is what is kept, and a backward pass
     holds the most of its layers' ``cores`` on top. Where weights are shared ``units`` says what is
-    gathered and when, beside ``forward``, the prefix sums of forward passes.
+    gathered and when, beside ``forward``, the prefix sums of forward passes. ``workspace`` is what
+    each layer's passes take for a while, ``messages`` what each boundary keeps of a microbatch:
+    what was received (``inputs``) and what is sent. While an update runs, a stage holds
+    ``updating`` (prefix sums), where each byte of a share counts ``updated_bytes``. ``copies``
+    [starts, ends] are weights of other stages' layers, of which each byte takes ``copied_bytes``,
+    and ``update_ratio`` more in an update; of ``tied`` weights other stages have gradients too. At
+    most ``waiting_bytes`` of first gradients wait to be summed: of all weights (prefix sums
+    ``summed``) where there are other replicas, else of tied ones.
 
     ``output_seconds[end]`` is sending its output on, ``gradient_seconds[start]`` sending its
     input's gradient back, ``updates`` the prefix sums of the update and ``update_at`` each layer's.
@@ -49,6 +56,16 @@ class StageOption:
     reserved_bytes: int
     num_replicas: int
     state_bytes: float
+    updating: tuple[float, ...]
+    updated_bytes: float
+    messages: tuple[float, ...] = ()
+    workspace: tuple[float, ...] = ()
+    copies: np.ndarray | None = None
+    tied: np.ndarray | None = None
+    copied_bytes: float = 0.0
+    update_ratio: float = 0.0
+    waiting_bytes: int = 0
+    summed: tuple[int, ...] = ()
     uneven: tuple[float, ...] = ()
     shared: tuple[int, ...] = ()
     cores: tuple[float, ...] = ()
@@ -56,16 +73,17 @@ class StageOption:
 
     def stage_memory(self, start: int, end: int, num_in_flight: int) -> float:
         """Bytes on each device that holds the stage."""
-        once, each = _held(self)
-        return float(once[start, end] + num_in_flight * each[start, end])
+        return float(held(self, num_in_flight, (start, end)))
 
     def memory_with(self, share: int, start: int, end: int, num_in_flight: int) -> float:
         """``stage_memory`` of a replica that keeps the state of ``share`` bytes of weights."""
-        whole, uneven = self.state_bytes * _weights(self)[start, end], self.uneven_bytes(start, end)
         # Layers are dealt whole: a share may be up to (d - 1) / d of the largest layer too full.
-        kept = min(self.state_bytes * share + uneven, whole) if share else 0.0
-        even = whole / self.num_replicas + uneven
-        return float(self.stage_memory(start, end, num_in_flight) - even + kept)
+        stage, whole = (start, end), float(_weights(self)[start, end])
+        uneven = self.uneven_bytes(start, end) / self.state_bytes
+        fewer = whole / self.num_replicas + uneven
+        fewer -= min(share + uneven, whole) if share else 0.0
+        passing = float(_passing(self, num_in_flight, stage)) - self.state_bytes * fewer
+        return max(passing, float(_updating(self)[stage]) - self.updated_bytes * fewer)
 
     def share_rooms(self, stages: Any, num_in_flight: int) -> np.ndarray:
         """The most weights in bytes whose state a replica can keep: the ``share`` that fits."""
@@ -73,14 +91,11 @@ class StageOption:
         # Negative where a stage does not even fit without a share.
         if self.memory_bytes is None:
             return whole
-        once, each = _held(self)
-        uneven = most_uneven(self)[stages] / self.state_bytes
-        held = once[stages] + num_in_flight * each[stages] - self.memory_bytes * ROOM
-        # [stages] bytes of weights whose state fits beside the rest; an equal share is counted in
-        # ``once``.
-        free = whole / self.num_replicas + uneven - held / self.state_bytes
-        # Whole bytes, and without the slack: what is granted must fit whoever gets the largest
-        # layer.
+        uneven, most = most_uneven(self)[stages] / self.state_bytes, self.memory_bytes * ROOM
+        passing = (_passing(self, num_in_flight, stages) - most) / self.state_bytes
+        updating = (_updating(self)[stages] - most) / self.updated_bytes
+        # [stages] bytes of weights whose state fits beside the rest; tables hold an equal share.
+        free = whole / self.num_replicas + uneven - np.maximum(passing, updating)
         part = np.floor(np.clip(free - uneven, 0.0, whole)).astype(int)
         rooms: np.ndarray = np.where(free >= whole, whole, np.where(free < 0, -1, part))
         return rooms
@@ -94,10 +109,6 @@ class StageOption:
         """What the fullest replica holds beyond an equal share of the optimizer's state."""
         return float(most_uneven(self)[start, end]) if self.uneven else 0.0
 
-    def core_bytes(self, start: int, end: int) -> float:
-        """What the largest attention core of a stage takes while it is recomputed."""
-        return float(most_cores(self)[start, end]) if self.cores else 0.0
-
     def fits(self, start: int, end: int, num_in_flight: int) -> bool:
         """Whether a device of the type can hold the stage."""
         if self.memory_bytes is None:
@@ -108,9 +119,8 @@ class StageOption:
         """``fits`` of every stage before ``end`` [starts]."""
         if self.memory_bytes is None:
             return np.ones(end, dtype=bool)
-        once, each = _held(self)
-        held = once[:end, end] + num_in_flight * each[:end, end]
-        fits: np.ndarray = held <= self.memory_bytes * ROOM
+        room, stages = self.memory_bytes * ROOM, np.s_[:end, end]
+        fits: np.ndarray = held(self, num_in_flight, stages) <= room
         return fits
 
 
@@ -133,10 +143,9 @@ def unlike_shares(
     low, high = (o.share_rooms(stages, num_in_flight)[..., None] for o in (smaller, larger))
     # Replicas with less memory are full; the others share the rest, rounded up.
     rest = -((whole - (d - count) * low) // -count)
-    once, each = _held(smaller)
     assert smaller.memory_bytes is not None  # the other one has more
     # Where equal shares fit, unlike ones only make the largest share larger.
-    is_full = once[stages] + num_in_flight * each[stages] > smaller.memory_bytes * ROOM
+    is_full = held(smaller, num_in_flight, stages) > smaller.memory_bytes * ROOM
     fits = (low >= 0) & (rest <= high) & (whole > 0) & is_full[..., None]
     return fits, np.broadcast_to(low, rest.shape), rest
 
@@ -170,12 +179,6 @@ def most_uneven(option: StageOption) -> np.ndarray:
     return _largest(option.uneven, len(option.weights))
 
 
-@lru_cache(maxsize=512)
-def most_cores(option: StageOption) -> np.ndarray:
-    """``StageOption.core_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
-    return _largest(option.cores, len(option.weights))
-
-
 def _largest(bytes_of_layers: tuple[float, ...], size: int) -> np.ndarray:
     table = np.zeros((size, size))
     for start, _ in enumerate(bytes_of_layers):
@@ -189,8 +192,7 @@ def fitting(option: StageOption, num_in_flight: int) -> np.ndarray:
     is_stage = places[None, :] > places[:, None]
     if option.memory_bytes is None:
         return is_stage
-    once, each = _held(option)
-    fits: np.ndarray = is_stage & (once + num_in_flight * each <= option.memory_bytes * ROOM)
+    fits: np.ndarray = is_stage & (held(option, num_in_flight) <= option.memory_bytes * ROOM)
     return fits
 
 
@@ -211,21 +213,100 @@ def fitting_with(
     return fits
 
 
+def held(option: StageOption, num_in_flight: int, stages: Any = np.s_[:, :]) -> np.ndarray:
+    """Bytes in passes or in an update, whichever are more; of tables [starts, ends]."""
+    passing = _passing(option, num_in_flight, stages)
+    most: np.ndarray = np.maximum(passing, _updating(option)[stages])
+    return most
+
+
+def _passing(option: StageOption, num_in_flight: int, stages: Any) -> np.ndarray:
+    once, each = _terms(option)
+    most: np.ndarray = once[stages] + num_in_flight * each[stages]
+    return most
+
+
 @lru_cache(maxsize=512)
-def _held(option: StageOption) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of stages once, and for each microbatch in flight [starts, ends]."""
-    weights, stashed = np.array(option.weights), np.array(option.stashed)
-    once = option.reserved_bytes + (weights[None, :] - weights[:, None])
-    each = stashed[None, :] - stashed[:, None]
-    if option.recompute == "full":
-        # The stage is computed again whole, for one microbatch at a time; the others keep their
-        # input.
-        once = once + each
-        each = np.broadcast_to(np.array(option.inputs)[:, None], once.shape)
+def _terms(option: StageOption) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes in passes once, and for each microbatch in flight [starts, ends]."""
+    parts = parts_of(option)
+    once = option.reserved_bytes + parts.standing + parts.alone
     once = once + most_uneven(option) if option.uneven else once
     if option.units is not None:  # weights, and gradients
         once = once + 2 * option.units.gathered_bytes
-    return once + most_cores(option) if option.cores else once, each
+    return once, parts.each
+
+
+@lru_cache(maxsize=512)
+def _updating(option: StageOption) -> np.ndarray:
+    """Bytes in an update [starts, ends], with equal shares."""
+    most: np.ndarray = option.reserved_bytes + parts_of(option).updating
+    if option.uneven:
+        most = most + option.updated_bytes / option.state_bytes * most_uneven(option)
+    return most
+
+
+class StageBytes(NamedTuple):
+    """Parts of what stages [starts, ends] hold beside what is reserved, uneven or gathered.
+
+    ``standing`` for all microbatches, ``each`` for each in flight, ``alone`` for the one whose
+    backward pass runs; and ``updating`` in an update.
+    """
+
+    standing: np.ndarray
+    each: np.ndarray
+    alone: np.ndarray
+    updating: np.ndarray
+
+
+@lru_cache(maxsize=512)
+def parts_of(option: StageOption) -> StageBytes:
+    """The parts of an option's stages.
+
+    A backward pass holds most at one of its layers: those behind it have freed what they kept, and
+    it takes its workspace.
+
+        layers that keep 3, 5, 4 and take 1, 1, 9 for a while: 12 + 9 at the last one
+        layers that keep 3, 5, 4 and take 1, 6, 1: 8 + 6 at the second one
+    """
+    sums = (option.weights, option.updating, option.stashed)
+    standing, updating, each = (np.array(x)[None, :] - np.array(x)[:, None] for x in sums)
+    if option.copies is not None:
+        standing = standing + option.copied_bytes * option.copies
+        updating = updating + (option.copied_bytes + option.update_ratio) * option.copies
+    passing = _most_at_a_layer(option) if option.workspace else each
+    is_full = option.recompute == "full"
+    # Recomputed whole for one microbatch at a time; the others keep their input.
+    alone = passing if is_full else passing - each + _largest(option.cores, len(each))
+    received = np.broadcast_to(np.array(option.inputs)[:, None], each.shape)
+    each = received if is_full else each
+    if option.messages:
+        sent = np.array(option.messages)
+        sent = sent[:, None] + sent[None, :]
+        each = each + sent + (0.0 if is_full else received)
+        # A gradient that was received, and one that is sent before the last one has arrived.
+        alone = alone + sent
+    if option.tied is not None:
+        alone = alone + np.minimum(option.tied, option.waiting_bytes)
+    return StageBytes(standing, each, alone, updating)
+
+
+def _most_at_a_layer(option: StageOption) -> np.ndarray:
+    """The most that one microbatch takes at a layer of its backward pass [starts, ends]."""
+    stashed = np.array(option.stashed)
+    found = np.zeros((len(stashed), len(stashed)))
+    at_layer = stashed[1:] + np.array(option.workspace)
+    for start, before in enumerate(stashed[:-1]):
+        found[start, start + 1 :] = np.maximum.accumulate(at_layer[start:]) - before
+    if not option.summed or not option.waiting_bytes:
+        return found
+    # Gradients of the layers behind wait, all or as many as may.
+    sums, most = np.array(option.summed), option.waiting_bytes
+    at_layer = at_layer - sums[1:]
+    for start, before in enumerate(stashed[:-1]):
+        waits = np.maximum.accumulate(at_layer[start:]) - before + sums[start + 1 :]
+        found[start, start + 1 :] = np.minimum(found[start, start + 1 :] + most, waits)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # likewise
@@ -459,6 +540,12 @@ def _option(
     updaters = d if problem.shard else 1
     is_cut = problem.shard == "all"
     updates = tuple(seconds / updaters for seconds in times.update_seconds)
+    # Gradients that others update are gone when an update begins.
+    ratio, given = problem.update_ratio, float(problem.shard == "gradients")
+    updating = held - given + (given + ratio) / updaters
+    copies, tied = (
+        tied_weights(problem.tied_to, sizes.tied_bytes) if problem.tied_to else (None, None)
+    )
     return StageOption(
         pool=number,
         tensor_parallel_size=degree,
@@ -476,6 +563,16 @@ def _option(
         reserved_bytes=problem.reserved_bytes,
         num_replicas=d,
         state_bytes=state,
+        updating=tuple(_prefix(updating * w for w in sizes.weight_bytes)),
+        updated_bytes=state + given + ratio,
+        messages=(*(each / degree for each in outputs[:-1]), 0.0) if times.workspace_bytes else (),
+        workspace=tuple(map(float, times.workspace_bytes)),
+        copies=copies,
+        tied=tied,
+        copied_bytes=problem.bytes_per_weight_byte,
+        update_ratio=ratio,
+        waiting_bytes=problem.waiting_bytes if times.workspace_bytes else 0,
+        summed=tuple(accumulate(sizes.weight_bytes, initial=0)) if d > 1 and not is_cut else (),
         uneven=tuple(state * w * (d - 1) / d for w in sizes.weight_bytes)
         if state and not is_cut
         else (),
@@ -483,6 +580,34 @@ def _option(
         cores=tuple(microbatch_size * c for c in sizes.core_bytes) if is_selective else (),
         units=shared_units(problem.layers, sizes.weight_bytes) if is_cut and d > 1 else None,
     )
+
+
+@lru_cache(maxsize=64)
+def tied_weights(
+    tied_to: tuple[tuple[int, ...], ...], tied_bytes: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of weights of layers of several stages: copies, and all [starts, ends].
+
+    A stage has a copy of weights that it uses and other stages' layers hold; those that it holds
+    itself may be copied elsewhere. Weights of the same layers are one copy, of the layer that uses
+    most of them.
+    """
+    size = len(tied_to) + 1
+    starts, ends = np.arange(size)[:, None], np.arange(size)[None, :]
+    copies, tied = np.zeros((size, size)), np.zeros((size, size))
+    for holders in set(filter(None, tied_to)):
+        users = [layer for layer, own in enumerate(tied_to) if own == holders]
+        most = max(tied_bytes[layer] for layer in users)
+        lacks = (min(holders) < starts) | (max(holders) >= ends)
+        copy = np.zeros((size, size))
+        for layer in users:
+            uses = (starts <= layer) & (layer < ends)
+            copy = np.maximum(copy, tied_bytes[layer] * (uses & lacks))
+        everybody = [*holders, *users]
+        has = np.any([(starts <= layer) & (layer < ends) for layer in everybody], axis=0)
+        is_whole = (starts <= min(everybody)) & (max(everybody) < ends)
+        copies, tied = copies + copy, tied + most * (has & ~is_whole)
+    return copies, tied
 
 
 def _prefix(values: "Iterator[float] | list[float] | tuple[float, ...]") -> Iterator[float]:

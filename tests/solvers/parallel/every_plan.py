@@ -223,6 +223,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
     sizes = draw(st.sampled_from([(1,), (1, 2)]))
     recompute = draw(st.sampled_from(RECOMPUTE))
     has_cores = "selective" in recompute
+    knows_workspaces, is_tied = draw(st.booleans()), num_layers > 1 and draw(st.booleans())
 
     def row(values: st.SearchStrategy) -> tuple:  # type: ignore[type-arg]
         return tuple(draw(values) for _ in range(num_layers))
@@ -249,6 +250,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
                     backward_seconds=row(SECONDS),
                     update_seconds=row(SECONDS),
                     core_seconds=row(SECONDS) if has_cores else (),
+                    workspace_bytes=row(st.integers(0, 16)) if knows_workspaces else (),
                 )
                 for degree, size in timed(degrees, sizes)
             ),
@@ -279,6 +281,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
                 stashed_bytes=row(st.integers(0, 12).map(float)),
                 selective_bytes=row(st.integers(0, 8).map(float)) if has_cores else (),
                 core_bytes=row(st.integers(0, 8).map(float)) if has_cores else (),
+                tied_bytes=row(st.integers(0, 4)) if is_tied else (),
             )
             for degree in degrees
         ),
@@ -287,8 +290,10 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         recompute=recompute,
         cost_rule=cost_rule,
         boundary_rule=draw(st.sampled_from(["scattered", "whole", "blocking"])),
-        optimizer=ADAM,
+        optimizer=replace(ADAM, workspace_bytes_per_weight_byte=draw(st.sampled_from([None, 3.0]))),
         shards=draw(shards),
+        tied_to=((),) * (num_layers - 1) + ((0,),) if is_tied else (),
+        waiting_bytes=draw(st.sampled_from([0, 6])),
         most_stages=draw(st.sampled_from([None, None, 2])),
         between=tuple(
             TypesLink(
