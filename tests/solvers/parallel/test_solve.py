@@ -180,6 +180,27 @@ def test_replicas_share_weights_where_it_is_fastest(problem: ParallelProblem) ->
     is_exact_and_judged_so(problem)
 
 
+def test_a_stage_holds_most_at_one_of_its_layers_or_in_an_update() -> None:
+    """One device: layers free what they kept, and each takes its own workspace."""
+    problem, mb = two_types(), 10**6
+    pool = replace(problem.pools[0], num_devices=1)
+    weights = problem.sizes[0].weight_bytes
+    for layers_take, ratio, most in (
+        ((0, 6 * mb, 0, 0), 0.0, 2 * mb + 6 * mb),  # the last two layers went back before
+        ((0, 0, 0, 3 * mb), 0.0, 4 * mb + 3 * mb),
+        ((0, 0, 0, 3 * mb), 2.0, 2 * sum(weights)),  # no activations are there then
+    ):
+        times = replace(pool.times[0], workspace_bytes=layers_take)
+        asked = replace(
+            problem,
+            pools=(replace(pool, times=(times,)),),
+            optimizer=replace(ADAM, workspace_bytes_per_weight_byte=ratio),
+        )
+        plan = solve(asked)
+        assert check(plan, asked) == []
+        assert plan.stages[0].memory_bytes == 4 * sum(weights) + most
+
+
 def test_what_is_missing_counts_as_many_replicas_as_share_weights() -> None:
     """A layer of 1 MiB takes 4 with its states alone; 4/d and 2 where d replicas share all."""
     problem = replace(two_types(), optimizer=ADAM, recompute=("none",), shards=("all",))
