@@ -111,17 +111,12 @@ class StageOption:
 
     def fits(self, start: int, end: int, num_in_flight: int) -> bool:
         """Whether a device of the type can hold the stage."""
-        if self.memory_bytes is None:
-            return True
-        return self.stage_memory(start, end, num_in_flight) <= self.memory_bytes * ROOM
+        return bool(fitting(self, num_in_flight)[start, end])
 
     def fits_before(self, end: int, num_in_flight: int) -> np.ndarray:
         """``fits`` of every stage before ``end`` [starts]."""
-        if self.memory_bytes is None:
-            return np.ones(end, dtype=bool)
-        room, stages = self.memory_bytes * ROOM, np.s_[:end, end]
-        fits: np.ndarray = held(self, num_in_flight, stages) <= room
-        return fits
+        found: np.ndarray = fitting(self, num_in_flight)[:end, end]
+        return found
 
 
 def unlike_shares(
@@ -186,6 +181,7 @@ def _largest(bytes_of_layers: tuple[float, ...], size: int) -> np.ndarray:
     return table
 
 
+@lru_cache(maxsize=1024)
 def fitting(option: StageOption, num_in_flight: int) -> np.ndarray:
     """Whether a device holds stages, as ``StageOption.fits`` [starts, ends]; none if empty."""
     places = np.arange(len(option.weights))
