@@ -443,10 +443,10 @@ class _Search:
             more, most = small.largest / state * (1 - 1 / d), list[Table]()
             for option in (small, large):
                 memory = self.problem.pools[option.pool].memory_bytes
-                memory = inf if memory is None else memory * (1 + _NEAR)
+                room = inf if memory is None else memory * (1 + _NEAR)
                 free = np.minimum(
-                    (memory - option.held - in_flight * option.each) / state,
-                    (memory - option.ending) / option.per_byte,
+                    (room - option.held - in_flight * option.each) / state,
+                    (room - option.ending) / option.per_byte,
                 )
                 part = np.clip(np.floor(free - more), 0.0, whole)
                 most.append(np.where(free >= whole, whole, np.where(free >= 0, part, -1.0)))

@@ -539,7 +539,7 @@ def _option(
     # Gradients that others update are gone when an update begins.
     ratio, given = problem.update_ratio, float(problem.shard == "gradients")
     updating = held - given + (given + ratio) / updaters
-    copies, tied = (
+    copied, tied = (
         tied_weights(problem.tied_to, sizes.tied_bytes) if problem.tied_to else (None, None)
     )
     return StageOption(
@@ -563,7 +563,7 @@ def _option(
         updated_bytes=state + given + ratio,
         messages=(*(each / degree for each in outputs[:-1]), 0.0) if times.workspace_bytes else (),
         workspace=tuple(map(float, times.workspace_bytes)),
-        copies=copies,
+        copies=copied,
         tied=tied,
         copied_bytes=problem.bytes_per_weight_byte,
         update_ratio=ratio,
