@@ -283,13 +283,26 @@ def _run(original: Any, self: Any, *values: Any, **options: Any) -> Any:
             current.sharing.of(self.module).begin(syncs=self.require_backward_grad_sync)
     with current.running(trains=trains):
         if current.sharing is None:
-            found = original(self, *values, **options)
+            found = _run_synchronised(original, self, *values, **options)
         else:
             found = _run_shared(self, *values, **options)
             current.sharing.of(self.module).has_run()
     if trains:
         current.losses.made(found)
     return found
+
+
+def _run_synchronised(original: Any, self: Any, *values: Any, **options: Any) -> Any:
+    try:
+        return original(self, *values, **options)
+    except RuntimeError as error:
+        if "Expected to have finished reduction" not in str(error):
+            raise
+        raise TargetError(
+            "a parameter of a wrapped model got no gradient in the last step: it was frozen since, "
+            "or is not used in every step",
+            hint="wrap the model again after freezing, or with find_unused_parameters=True",
+        ) from error
 
 
 class _FullyShard:

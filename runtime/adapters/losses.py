@@ -40,6 +40,7 @@ from ..nested_tensors import plain
 from ..promise.promise import chain, last_divisors_of, signature_of, targets_of
 from ..promise.recording import LossVerdict, Recording, Replays, Slice
 from ..totals import LateValues
+from .sliced import plain, plainly
 
 # What a loss is divided by, as a share counts it: before a script keeps it from being nothing.
 #
@@ -314,6 +315,17 @@ class _Told:
         return self.rows()[:, 4].sum().clamp(min=self._least)
 
 
+class _Recording(Recording):  # type: ignore[no-untyped-call]
+    """A recording to which slices of parameters are plain tensors."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        """Note an operator."""
+        with plain():
+            return super().__torch_dispatch__(function, types, arguments, named)
+
+
 class Losses:
     """The losses of a script, and what the share of each counts.
 
@@ -344,7 +356,7 @@ class Losses:
         """Begin to record, where there is a loss to be tried: the script has taken a batch."""
         self.end()
         if self._has_unknown or self._is_due:
-            self._recording = Recording()
+            self._recording = _Recording()
             self.enter()
 
     def enter(self) -> None:
@@ -393,6 +405,7 @@ class Losses:
 
     # Shares
 
+    @plainly
     def weighed(self, loss: Tensor) -> tuple[float | Tensor, Callable[[], Tensor]]:
         """Weigh the loss of this worker's share, before its backward pass; call it on all workers.
 

@@ -909,7 +909,12 @@ class Training:
             return None
 
         def closed() -> Any:
-            found = closure()
+            if self.sharing is None:
+                found = closure()
+            else:
+                self.sharing.end_update()  # the script's own code runs
+                found = closure()
+                self.sharing.begin_update()
             self._note_update(optimizer)
             return found
 

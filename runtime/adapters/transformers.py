@@ -128,6 +128,7 @@ def _compute(
     """Compute a loss, and note by how many items it is divided, for trials."""
     self.items_asked = values[1] if len(values) > 1 else options.get("num_items_in_batch")
     form: LossForm | None = self.form_now
+    self.weight_now = self.weight_now or 0.0  # None where an evaluation asks no compute_loss
     given = copy.copy(inputs)  # Trainer takes the labels out for a compute_loss_func
     reads_graph = form is not None and form.kind in _READ
     with torch.set_grad_enabled(reads_graph or torch.is_grad_enabled()):
@@ -153,6 +154,7 @@ def _predict(
     assert piece is not None
 
     def evaluated() -> Any:
+        self.weight_now = None
         with current.evaluating(piece), _weighed_by(self, self.evaluated_form):
             return original(model, inputs, *values, **options)
 
@@ -163,9 +165,11 @@ def _predict(
             self.evaluated_form = form_of(self, model, inputs, self.items_asked, current)
             if self.evaluated_form.kind in _READ:
                 loss, logits, labels = evaluated()
-        shares = [(inputs, piece.own_samples)]
-        (weight,) = self.evaluated_form.weights(shares, piece, current)
-        if self.evaluated_form.kind in _READ:
+        form, shares = self.evaluated_form, [(inputs, piece.own_samples)]
+        if self.weight_now is None:
+            form = form.of_model()  # as Seq2SeqTrainer asks the model, and not compute_loss
+        (weight,) = form.weights(shares, piece, current)
+        if form.kind in _READ:
             weight = self.weight_now
         own = loss * (weight / current.world_size) if weight else torch.zeros_like(loss)
         loss = current.sum_of(own).as_subclass(_BatchLoss)
@@ -348,6 +352,21 @@ class LossForm:
                     f"by {expected * count:.6g}: it is a mean over a mask or over some targets",
                     hint="compute a mean over samples, or divide by num_items_in_batch",
                 )
+
+    def of_model(self) -> "LossForm":
+        """The form of what the model returns itself, by what a batch shows.
+
+        Raises:
+            TargetError: The loss is divided by what only its graph shows.
+        """
+        kind = next((kind for kind in _KINDS if kind in self.fits and kind not in _READ), None)
+        if kind is None:
+            raise TargetError(
+                "the loss of an evaluation is not computed by compute_loss, so what it is divided "
+                "by is not known",
+                hint="compute a mean over samples or labels",
+            )
+        return replace(self, kind=kind, scale=1)
 
     def weight_of(self, loss: Tensor, current: Training) -> float:
         """What a part's loss counts in the workers' plain mean, by its graph; call it on all.

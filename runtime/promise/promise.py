@@ -205,7 +205,7 @@ def _nodes(root: Any, ends: Collection[Any] = ()) -> Iterator[Any]:
 def signature_of(loss: Tensor, answers: Collection[Any] = ()) -> int:
     """What a loss is known by: the first names of its graph, without views.
 
-    PyTorch takes other views while operators are recorded.
+    PyTorch takes other views while operators are recorded, and other forms of CTC's operator.
 
     Args:
         loss: The loss.
@@ -214,7 +214,9 @@ def signature_of(loss: Tensor, answers: Collection[Any] = ()) -> int:
             model computes that returns its loss.
     """
     is_answer = loss.grad_fn in answers
-    names = (type(node).__name__ for node in _nodes(loss.grad_fn, () if is_answer else answers))
+    nodes = _nodes(loss.grad_fn, () if is_answer else answers)
+    names = (type(node).__name__ for node in nodes)
+    names = (name if name in QUOTIENTS else name.rstrip("01") for name in names)
     most = _NODES_OF_ANSWERS if is_answer else _NODES
     told = islice((name for name in names if not name.startswith(_VIEWS)), most)
     return crc32(" ".join(told).encode())

@@ -244,3 +244,23 @@ def test_a_loss_that_is_divided_in_another_way_later_is_refused() -> None:
     text = LOSSES["masked"] + "\nloss = loss / torch.tensor(1.0)"
     with pytest.raises(TargetError, match="divided in another way"):
         form.weight_of(Script(text).compute_loss(model, batch, None), Worker(0, SHARES[0], Sums(1)))
+
+
+def test_a_loss_that_is_nothing_tells_no_form_and_later_batches_do() -> None:
+    """A student that is still its teacher, say: a sum, and any mean, are 0 there."""
+    batch, model = batch_of(0), model_of(1)
+    text = "loss = F.cross_entropy(out, y)"
+    first = forms_of(f"{text} * 0", model, batch)[0]
+    assert not first.is_told
+    later = on_workers(
+        lambda w, share: form_of(Script(text), model, share, None, w, first), batch_of(2)
+    )[0]
+    assert later.is_told
+    assert later.kind != "sum"
+    with pytest.raises(TargetError, match="in another way than in earlier batches"):
+        on_workers(
+            lambda w, share: form_of(
+                Script(text.replace("y)", "y, reduction='sum')")), model, share, None, w, later
+            ),
+            batch,
+        )
