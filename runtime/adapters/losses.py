@@ -40,7 +40,8 @@ from ..nested_tensors import plain
 from ..promise.promise import chain, last_divisors_of, signature_of, targets_of
 from ..promise.recording import LossVerdict, Recording, Replays, Slice
 from ..totals import LateValues
-from .sliced import plain, plainly
+from .sliced import plain as as_slices
+from .sliced import plainly
 
 # What a loss is divided by, as a share counts it: before a script keeps it from being nothing.
 #
@@ -322,7 +323,7 @@ class _Recording(Recording):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
         """Note an operator."""
-        with plain():
+        with as_slices():
             return super().__torch_dispatch__(function, types, arguments, named)
 
 
