@@ -20,6 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...schema.errors import TargetError
@@ -272,7 +273,8 @@ def _write(function: Any, name: str, args: Any, kwargs: Any) -> Any:
     if None not in origins and (name in _EACH or "foreach" in name):
         cut = _cut((args[1:], kwargs), origins)
         if cut is not None:
-            return function(first, *cut[0], **cut[1])
+            with _disable_current_modes():  # a loss that is recorded is not of slices
+                return function(first, *cut[0], **cut[1])
     writes = any(origin is not None for origin in origins)
     with torch.no_grad() if writes else nullcontext():
         made, wholes = _read(function, args, kwargs)
