@@ -325,7 +325,9 @@ def _join(start: Start, device: torch.device | None, control: Control | None = N
     assert start.config is not None
     store = _connect(start, _Jobs.opened) if start.address else None
     if start.follows and store is not None and not _Jobs.opened:
-        store.add(READY, 1)  # the former workers save their parts and leave
+        # The former workers train on until all have counted themselves here. Then they save their
+        # parts and leave. Before GO they hold the devices, so nothing may be put there.
+        store.add(READY, 1)
         store.wait([GO], FOREVER)
     _Jobs.opened += 1
     if start.world_size == 1:
@@ -389,6 +391,7 @@ def enter_generation(place: Place, message: Resize | Recover, control: Control) 
     """
     config, rank = message.config, message.ranks[control.worker]
     start = replace(place.start, config=config, rank=rank, world_size=config.world_size, joins=None)
+    # Before the meeting: an ``Abort`` of this generation that comes meanwhile must count.
     control.generation = message.generation
     with control.connections.opening():
         store = _connect(start).under(f"generation/{control.generation}")
@@ -434,22 +437,17 @@ def close_group(*, is_lost: bool = False) -> None:
 
 
 def release_apart(held: list[object], patience_seconds: float = RELEASE_SECONDS) -> None:
-    """Free objects whose destruction may block, and wait for it no longer than a limit.
-
-    Destroying a gloo group joins its threads. A thread can be stuck in a send until the group's own
-    time limit, even after its sockets were closed. The others would wait for this worker that long.
-    So a separate thread frees the objects.
-    """
+    """Free objects whose destruction may block, and wait for it no longer than a limit."""
+    # Destroying a gloo group joins its threads. A thread can be stuck in a send until the group's
+    # own time limit, even after its sockets were closed. The others would wait for this worker that
+    # long. So a separate thread frees the objects.
     waiter = threading.Thread(target=held.clear, name="hetflow-old-groups", daemon=True)
     waiter.start()
     waiter.join(patience_seconds)
 
 
 def _connect(start: Start, number: int = 0) -> SharedStore:
-    """Connect to the launcher's store; under srun or Kubernetes the first process holds it.
-
-    ``number`` counts the jobs of this process, from 0.
-    """
+    """Connect to the launcher's store; under srun or Kubernetes the first process holds it."""
     assert start.address is not None
     held_outside = start.is_slot or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     holds = not held_outside and start.rank == 0
@@ -466,7 +464,7 @@ def _connect(start: Start, number: int = 0) -> SharedStore:
         wait_for_workers=False,
     )
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # The launcher reads the keys of the first job; a script may prepare several.
+    # Of the jobs of this process the launcher reads the keys of the first, number 0.
     job = f"/job{number}" if number else ""
     return SharedStore(store).under(prefix_of(take_token())).under(f"hetflow/{restarts}{job}")
 
@@ -556,6 +554,9 @@ def _init_group(
             os.environ.setdefault(name, value)
     store.set(f"build/{rank}", to_json(own_build(device)))
     store.set(f"device/{rank}", json.dumps(_identity(device)))
+    # All meet by the store first: then only workers that are there enter the group's own
+    # rendezvous, which names nobody when it waits in vain. And one that is refused here has joined
+    # nothing.
     meeting = _meeting(start, store)
     identities = [json.loads(word) for word in meeting.read("device")]
     collective = choose_collective(device, identities)

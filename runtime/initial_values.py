@@ -152,7 +152,7 @@ class Tape:
         """
         needed = self._needed(wanted.storage)
         last_use = {storage: n for n in needed for storage in self._touched(n)}
-        real: dict[int, Tensor] = {}
+        real: dict[int, Tensor] = {}  # by storage, any tensor of it
 
         def resolved(ref: _Ref) -> Tensor:
             return ref.within(real[ref.storage])
@@ -167,6 +167,7 @@ class Tape:
                         like = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
                         tensor = like.copy_(tensor)
                     real[ref.storage] = tensor
+            # Freed after its last use: a model that ties or copies layers would hold all at once.
             for storage in self._touched(number):
                 if last_use[storage] == number and storage != wanted.storage:
                     real.pop(storage, None)
@@ -178,6 +179,8 @@ class Tape:
 
     def _needed(self, storage: int) -> list[int]:
         """The operations on which a storage depends, in order."""
+        # Backwards from the storage: who wrote it, and what those read. All writers count, as a
+        # write in place may leave a part of the storage as it was. Each storage is asked once.
         found: set[int] = set()
         waiting, known = [storage], {storage}
         while waiting:
@@ -192,6 +195,8 @@ class Tape:
 def _run(operation: _Operation, resolved: Callable[[_Ref], Tensor]) -> list[Tensor]:
     """Run an operation on the host; its tensors, in order of ``made``."""
     args, kwargs = _on_host(operation.arguments, resolved)
+    # With the stream's state of then, and the present one put back: values have the bits of a model
+    # built the usual way, and computing them late disturbs no draw of the script.
     stream = operation.generator or torch.default_generator
     before = None if operation.state is None else stream.get_state()
     try:
@@ -205,7 +210,6 @@ def _run(operation: _Operation, resolved: Callable[[_Ref], Tensor]) -> list[Tens
 
 
 def _on_host(arguments: Any, resolved: Callable[[_Ref], Tensor]) -> Any:
-    """Arguments with real tensors, and the host for the meta device."""
     found = _mapped(arguments, _Ref, resolved)
     found = _mapped(found, _Given, _Given.value)
     return _mapped(found, torch.device, lambda device: _HOST if device == _META else device)
@@ -226,7 +230,6 @@ def _mapped(values: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def _tensors_in(values: Any, depth: int = 0) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, _Ref) or depth > _DEEPEST:
@@ -275,6 +278,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         recorded = _mapped((tuple(args), kwargs), Tensor, self._noted)
         written = _written(func, args, kwargs)
+        # Operators whose answer, or its shape, depends on values (``item``, ``nonzero``), and those
+        # that leave the meta device: the script is to see real values, so these are computed now.
         tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
         is_real = kwargs.get("device") not in (None, _META)
         if is_real or tags & set(func.tags) or any(not tensor.is_meta for tensor in written):
@@ -282,6 +287,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*real_args, **real_kwargs)
         generator, state = kwargs.get("generator"), None
         if torch.Tag.nondeterministic_seeded in func.tags:
+            # Twice the work of a draw: now, for the stream to advance, and when the value is asked.
             state = (generator or torch.default_generator).get_state()
             self._draw(func, recorded)
         on_meta = _mapped((tuple(args), kwargs), Tensor, _shape_of)
@@ -328,7 +334,6 @@ def _shape_of(tensor: Tensor) -> Tensor:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that an operator writes."""
     found: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -464,7 +469,6 @@ def settle(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Non
 
 
 def _is_empty(tensor: Tensor) -> bool:
-    """Whether a tensor that is no parameter has no value yet."""
     return tensor.is_meta and not isinstance(tensor, nn.Parameter)
 
 
@@ -490,6 +494,7 @@ def _stand_in(parameter: nn.Parameter, waiting: _Waiting) -> None:
     ref = waiting.ref
     # Torch refuses to swap a tensor that has weak references.
     _BLOCKS.versions.pop(parameter, None)
+    # One number, expanded: the parameter's shape without its memory.
     zero = torch.zeros((), dtype=ref.dtype).expand(ref.size)
     other = nn.Parameter(zero, requires_grad=parameter.requires_grad)
     other.__class__ = type(parameter)

@@ -52,7 +52,7 @@ class _Round:
 
     @property
     def num_parts(self) -> int:
-        """The parts of this worker, one where it has no samples."""
+        # A worker without samples has one too: the script's loop runs on it all the same.
         return max(len(self.step.batch.passes), 1)
 
 
@@ -95,6 +95,7 @@ class JobRounds:
         held = self._begin(batch, is_whole=False)
         for item, inputs in self._passes_of(batch):
             self._enter(held, item, inputs)
+            # The script's loop body runs at the yield, with the pass open. ``backward`` ends it.
             try:
                 yield inputs
             finally:  # the loop may be left here
@@ -126,7 +127,8 @@ class JobRounds:
         if batch.passes:
             yield from batch.again()
             return
-        # A worker without samples runs the script's loop too: its numbers of passes are equal.
+        # A worker without samples runs the script's loop too, on samples that do not count. Two,
+        # because a batch norm cannot take one.
         assert batch.first_samples is not None
         yield None, batch.first_samples([(0, min(2, batch.num_samples))])[0]
 
@@ -141,6 +143,7 @@ class JobRounds:
                 hint="run its passes in the body of: for batch in job.batches(loader)",
             )
         agreement.begin_step(self._session.num_steps, batch.epoch)
+        # Until ``close``, gradients are of some parts: an optimizer that steps now is refused.
         agreement.withhold()
         step = Step(
             _no_function,
@@ -206,6 +209,7 @@ class JobRounds:
             elif self._losses is not None:
                 sizes = (item.num_samples, held.step.batch.num_samples)
                 self._losses.check(loss, sizes, has_weight=stated is not None)
+            # The pass's contexts end with its backward pass, or with the error that it raises.
             with held.running.pop_all():
                 mean = engine.give(held.step, item, answer, last=is_last)
         if not is_last:

@@ -84,11 +84,8 @@ class KnownParameters:
         self._seen = self._identities()
 
     def _watch(self) -> None:
-        """Note where modules hold their parts.
-
-        The modules are kept alive, so that no later one can get the id of one of these. Their dicts
-        are kept too: to reach them through the modules takes twice as long in every step.
-        """
+        # The modules are kept alive, so that no later one can get the id of one of these. Their
+        # dicts are kept too: to reach them through the modules takes twice as long in every step.
         self._modules = list(self._model.modules())
         parts = [(module._modules, module._parameters) for module in self._modules]
         self._held: list[dict[str, Any]] = [held for pair in parts for held in pair]
@@ -107,7 +104,7 @@ class KnownParameters:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 found += map(id, group["params"])
-                found.append(0)
+                found.append(0)  # no object's id; a parameter that changes groups is seen so
         for held in self._held:
             if held:
                 found += map(id, held.values())
@@ -243,7 +240,9 @@ class OtherOptimizers:
     def _stepping(self, optimizer: Any, values: Any, options: Any) -> None:
         for own in self._own:  # as a rule; to ask a WeakSet takes several times as long
             if own is optimizer:
-                if _has_closure(values, options):  # which may call ``job.backward``
+                # A closure runs inside the step, after this hook, and is to call ``job.backward``:
+                # that clears the mark, and ``_stepped`` looks whether it has.
+                if _has_closure(values, options):
                     self._spent.add(id(own))
                 else:
                     self._spend(own)
@@ -270,11 +269,12 @@ class OtherOptimizers:
                 f"train it on its own part of the batch",
                 hint=_GIVE_ALL,
             )
+        # One that also holds strange parameters is looked at in every step: those have no gradient
+        # yet, and may get one.
         if len(ours) == len(held) or not self._is_launched:
             self._cleared.add(optimizer)
 
     def _stepped(self, optimizer: Any, values: Any, options: Any) -> None:
-        """After a step with a closure: it must have called ``job.backward``."""
         if _has_closure(values, options) and any(own is optimizer for own in self._own):
             self._spend(optimizer)
 
@@ -295,8 +295,7 @@ class OtherOptimizers:
 
 
 def _has_closure(values: Any, options: Any) -> bool:
-    """Whether ``optimizer.step`` got a closure, by what its hooks get."""
-    if len(values) == 1 and not options:  # as a rule
+    if len(values) == 1 and not options:  # the optimizer alone, as a rule
         return False
     return any(callable(value) for value in (*values[1:], options.get("closure")))
 
@@ -432,6 +431,7 @@ class SettingsNumber:
         self.has_changed = now != self._seen
         if self.has_changed:
             self._seen = now
+            # Not ``hash``: Python salts that of strings, with another salt in each process.
             digest = blake2b(repr(now).encode(), digest_size=8).digest()
             self.number = int.from_bytes(digest, "little") >> (64 - _BITS)
         return self.number
@@ -560,6 +560,8 @@ class WorkerComparison:
             TargetError: Workers have diverged: names the first parameter, the workers, since which
                 step, and why.
         """
+        # Numbers first, and texts only where these differ. All workers have the same rows, so all
+        # come to the second collective or none does.
         rows: Tensor = self._together(lambda: gathered(self._own_row(), place=self.place()))
         data = rows[:, _DATA].tolist()
         if len(set(data)) > 1:
@@ -595,6 +597,7 @@ class WorkerComparison:
     def _agree(self, rows: Tensor) -> bool:
         if len(rows) == 1:
             return True
+        # Not the arithmetic: kinds of devices may differ, as long as nothing else does.
         columns = [rows[:, _SETTINGS], rows[:, _FROZEN]]
         for number, shared in enumerate(self._shared()):
             column = rows[:, _FINGERPRINTS + number]
@@ -710,6 +713,8 @@ class Agreement:
 
     def _notice_schedule(self, epoch: int) -> None:
         """Warn of a schedule that would restart in a joining worker, or after a restart."""
+        # A schedule that steps once an epoch catches up by itself: a restarted script runs through
+        # its epochs. One that steps within an epoch begins again.
         self._settings.read()
         stays, self._epoch = epoch == self._epoch, epoch
         if not (stays and self._is_saved and self._settings.has_changed):
@@ -746,6 +751,7 @@ def _hash(text: str) -> int:
 def _texts(place: Place, own: str) -> list[str]:
     """[workers] every worker's text, by rank."""
     data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8)
+    # A gather takes equal lengths, which only a gather of the lengths tells.
     lengths = gathered(torch.tensor([len(data)]), place=place)[:, 0].tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(data)] = data

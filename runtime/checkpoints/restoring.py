@@ -107,6 +107,7 @@ def load_optimizers(
                 if setting in optimizer.defaults and setting not in group:
                     raise _misfit(path, where, f"{setting} is absent")
                 group.setdefault(setting, value)  # a setting that a scheduler has added since
+            # After the load and not before it: optimizers may convert what older versions saved.
             differs = _difference(own, _settings(group)) or _fault_of_group(optimizer, group)
             if differs:
                 raise _misfit(path, where, differs)
@@ -136,19 +137,12 @@ def load_registered(path: Path, number: int, thing: Any, saved: Any) -> None:
 
 
 def _fault_of_scheduler(scheduler: LRScheduler) -> str | None:
-    """Say why a scheduler with its loaded state could not have made its last step.
-
-    The last step is tried on a copy; not the next one, because a schedule that has ended takes no
-    further step.
-
-    Returns:
-        The fault; None if there is none, or if a step cannot be tried: the scheduler cannot be
-        copied, or its step needs a metric.
-    """
+    """Say why a scheduler with its loaded state could not have made its last step."""
     given = inspect.signature(scheduler.step).parameters.values()
-    needs = any(each.default is inspect.Parameter.empty for each in given)
+    needs = any(each.default is inspect.Parameter.empty for each in given)  # such as a metric
     if needs or not _is_of_torch(scheduler):
         return None
+    # Without parameters, which a copy of the scheduler would copy with their memory.
     groups = [_settings(group) | {"params": []} for group in scheduler.optimizer.param_groups]
     stand_in = SimpleNamespace(param_groups=copy.deepcopy(groups), step=lambda: None)
     try:
@@ -158,6 +152,7 @@ def _fault_of_scheduler(scheduler: LRScheduler) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the order of steps, which the trial sets
+            # The last step and not the next one: a schedule that has ended takes no further step.
             _step_back(trial)
             trial.step()
     except (*_MISFITS, ArithmeticError, NameError, AssertionError) as error:
@@ -220,11 +215,9 @@ def _difference(own: Any, saved: Any, where: str = "state") -> str | None:
 
 
 def _changed_option(own: Any, saved: Any, where: str = "state") -> str | None:
-    """The path of an option with which a scheduler was made otherwise than the saved one.
-
-    A scheduler's flags are options and not progress, and it prepares for them when it is made:
-    OneCycleLR adds to the optimizer's groups what ``cycle_momentum`` needs.
-    """
+    """The path of an option with which a scheduler was made otherwise than the saved one."""
+    # A scheduler's flags are options and not progress, and it prepares for them when it is made:
+    # OneCycleLR adds to the optimizer's groups what ``cycle_momentum`` needs.
     if _kind(own) == "flag":
         changed = _kind(saved) in ("flag", "number") and bool(saved) != own
         return f"{where} is {bool(saved)} there and {own} here" if changed else None
@@ -260,6 +253,8 @@ def _fault_of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
         backend_of(parameter.device).is_host for parameter in group["params"]
     ):
         return "capturable is for parameters on an accelerator, and these are on the host"
+    # By number of dimensions, on which alone the kind of state depends (Adafactor's): a model has
+    # hundreds of parameters, of a few numbers of dimensions.
     expected: dict[int, dict[str, Any] | None] = {}
     for parameter in group["params"] if _is_of_torch(optimizer) else ():
         values = optimizer.state.get(parameter)
@@ -300,13 +295,8 @@ def _fault_of(values: Any, expected: dict[str, Any] | None, parameter: Tensor) -
 
 
 def _scaled(shape: torch.Size, trial: torch.Size, real: torch.Size) -> torch.Size | None:
-    """The expected shape of a state for the real parameter, from that for the trial parameter.
-
-    Adafactor's factors have some of the parameter's dimensions, and 1 for the others.
-
-    Returns:
-        The shape; None where it does not follow from the trial's.
-    """
+    """The expected shape of a state for the real parameter; None where the trial's tells none."""
+    # Adafactor's factors have some of the parameter's dimensions, and 1 for the others.
     if len(shape) != len(trial) or any(
         own not in (1, to) for own, to in zip(shape, trial, strict=True)
     ):
@@ -316,21 +306,14 @@ def _scaled(shape: torch.Size, trial: torch.Size, real: torch.Size) -> torch.Siz
 
 
 def _trial_shape(num_dimensions: int) -> torch.Size:
+    # Unlike sizes, none of them 1, so that each dimension of a state is known again.
     return torch.Size(range(2, 2 + num_dimensions))
 
 
 def _state_after_a_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], num_dimensions: int
 ) -> dict[str, Any] | None:
-    """The state that one of torch's optimizers keeps for a parameter, found by a trial step.
-
-    Returns:
-        The state after a step on a small parameter; None where that cannot be tried: the optimizer
-        needs a closure, or sparse gradients.
-
-    Raises:
-        ValueError: The settings are invalid.
-    """
+    """The state that one of torch's optimizers keeps after a step; ValueError of bad settings."""
     takes = inspect.signature(type(optimizer)).parameters
     settings = {name: value for name, value in group.items() if name in takes and name != "params"}
     # The trial runs on the host, whatever device the real parameters are on.
@@ -342,7 +325,7 @@ def _state_after_a_step(
     try:
         with on_trial():
             probe.step()
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError):  # it needs a closure, or sparse gradients
         return None
     return {name: value for name, value in probe.state[trial].items() if value is not None}
 
@@ -359,6 +342,7 @@ def unregistered_copy(model: nn.Module, registered: Sequence[object]) -> str | N
     shapes = [parameter.shape for parameter in model.parameters()]
     if not shapes:
         return None
+    # ``type`` and not ``isinstance``, which would ask a proxy or a mock for its class.
     for found in gc.get_objects():
         if not issubclass(type(found), nn.Module) or id(found) in known:
             continue
@@ -479,6 +463,8 @@ class Progress:
                         f"call job.register(copy)"
                     )
                 first = position["step"]
+                # Saved after an epoch's last step: nothing of it is left, and a checkpoint before
+                # the next step must say so.
                 if first == num_steps:
                     self._session.position = Position(call + 1, 0, self._session.num_steps)
             self.found = None

@@ -74,7 +74,7 @@ class Connections:
 
 
 def _sockets() -> set[tuple[int, int]]:
-    """The (descriptor, inode) of every socket of this process."""
+    # (descriptor, inode): a number that is closed is soon given to another file.
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(_DESCRIPTORS):
@@ -86,6 +86,8 @@ def _sockets() -> set[tuple[int, int]]:
 
 
 def _cut(number: int, inode: int) -> None:
+    # Duplicated before it is looked at: between a look and a cut, another thread may close the
+    # number and open another file under it. The duplicate stays what it is.
     duplicate = os.dup(number)
     if os.fstat(duplicate).st_ino != inode:  # closed since; the number belongs to another file
         os.close(duplicate)
@@ -233,12 +235,15 @@ class Control:
                     self.announced = message
                 case Abort():
                     self.broken = max(self.broken, message.generation)
+                    # A resize that was announced to a broken generation will not come about.
                     self.announced = None
                 case Recover():
                     self.recovery, self.announced = message, None
                 case Leave():
                     self.may_leave = True
             self._changed.notify_all()
+        # Cut only now that ``broken`` says so: the main thread wakes with an error, and asks
+        # whether the error follows from a loss. Outside of the lock, which it then takes.
         if isinstance(message, Abort):
             self.abort()
             self.connections.cut()
@@ -248,6 +253,5 @@ class Control:
 
 
 def _channel(name: str | None) -> Channel:
-    """Read the controller's text on what the channel is used for."""
     known: dict[str | None, Channel] = {channel: channel for channel in get_args(Channel)}
     return known.get(name, "heartbeats")

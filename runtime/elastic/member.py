@@ -99,13 +99,12 @@ class Behind:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Overwrite the parameters, so that the rest of the script's step sees the right ones.
-
-        With several optimizers, each one's parameters are overwritten after it has stepped.
-        """
+        """Overwrite the parameters, so that the rest of the script's step sees the right ones."""
         assert self._found is not None
         session = self._session
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # All parameters, also what the one optimizer does not hold. With several, each overwrites
+        # only its own: the script may read the others' before their step, as a GAN's does.
         if len(session.optimizers) == 1:
             self._unhook()
             held = {id(parameter) for parameter in session.parameters.values()}
@@ -180,10 +179,7 @@ class Member:
             self._check_backend()
 
     def _check_backend(self) -> None:
-        """Go on without lost workers over NCCL only if that was asked for: it takes a wait a step.
-
-        NCCL does not tell the host when a collective is complete, so the host must wait for it.
-        """
+        """Go on without lost workers over NCCL only where asked to: it takes a wait a step."""
         self._waits = False
         if not self._repeats and self._survives:
             self._survives = False
@@ -195,6 +191,7 @@ class Member:
         needed = backend_of(self._session.device).abortable_with
         is_set = needed is not None and all(os.environ.get(n) == v for n, v in needed.items())
         if self._control.survives_on_devices and is_set:
+            # NCCL does not tell the host when a collective is complete, so the host waits for it.
             self._waits = True
             self._control.abort = abort_groups
         else:
@@ -202,19 +199,15 @@ class Member:
             self._control.send(Fragile())
 
     def _complete(self) -> None:
-        """Wait until the device has done what this operation asked of it.
-
-        When another worker is lost, the controller's message aborts the collectives in another
-        thread. The device then goes on, with garbage in place of their results.
-
-        Raises:
-            PeerLostError: That has happened, or may have.
-        """
+        """Wait until the device has done this operation; PeerLostError if its result is garbage."""
         if not self._waits:
             return
         backend = backend_of(self._session.device)
         with self.waiting():
             backend.wait_for(backend.mark(self._session.device))
+        # When another worker is lost, the controller's message aborts the collectives in another
+        # thread. The device then goes on, with garbage in place of their results. So the flag is
+        # read after the wait: before it, an abort could still come.
         if self._control.is_broken:
             raise PeerLostError("another worker is gone")
 
@@ -245,6 +238,7 @@ class Member:
                 if self._control.is_broken:
                     raise PeerLostError("another worker is gone")
                 self._settle_shares()
+                # From here on gradients and buffers may be half made: a repetition undoes them.
                 has_begun = True
                 answer = function()
                 self._complete()
@@ -263,13 +257,11 @@ class Member:
         return answer
 
     def _settle_shares(self) -> None:
-        """Share out anew what is left after a loss: all who are left have made the same updates.
-
-        Raises:
-            PeerLostError: Another worker was lost meanwhile, which nobody survives.
-        """
+        """Share out anew what is left after a loss: all who are left have made the same updates."""
         if not self._unsettled:
             return
+        # While shares move, some workers have new ones and some still the old. So another loss ends
+        # the job here (``_is_loss``).
         survives, self._survives = self._survives, False
         config = self._session.place.start.config
         assert config is not None
@@ -319,10 +311,15 @@ class Member:
             if not self._survives:
                 return engine.exchange()
             num_wishes = len(engine.wishes)
+            # [wishes, then one flag for each buffer that is not mirrored], added over the workers.
             totals.extra = [*engine.wishes, *self.mirror.found]
             sums = engine.exchange(self._start if self.mirror.names else None)
+            # Before the sums are read: the host decides by them whether there is a second exchange,
+            # and garbage would let workers decide unlike.
             self._complete()
             found = [*map(float, totals.extras_of(sums)[num_wishes:])]
+            # Rare: a pass changed a buffer for the first time. All workers see it in the sums, so
+            # all exchange once more.
             if found and self.mirror.grow(found):
                 self.mirror.launch(holdings_of(session.place), session.rank)
                 self.mirror.wait()
@@ -352,6 +349,8 @@ class Member:
     def stepped(self) -> None:
         """After a step is complete on this worker, note what its sums say."""
         announced, world_size = self._control.announced, self._session.place.world_size
+        # The controller's message reaches workers in unlike steps. The sums count who had it when
+        # the step ended, so all see the same count, and change after the same step.
         if announced is not None and self._engine.totals.num_moving == world_size:
             self._next = announced
 
@@ -384,9 +383,12 @@ class Member:
         Returns:
             Whether this worker lagged; if so, also the result of the operation that it was in.
         """
+        # A resize under way is given up, as the controller gives it up: its workers may be gone.
         self._next = None
         shares = self._engine.shared_states is not None
         if batch is not None and has_begun:
+            # With shares not yet: a lagging worker still steps its share with these gradients, and
+            # whether it lags is known only from the controller's answer.
             if not shares:
                 self._engine.reducer.undo()
             self.mirror.undo()
@@ -406,9 +408,11 @@ class Member:
             except Exception as again:
                 if not self._is_loss(again):
                     raise
+                # Another worker died during the recovery: once more, into the next generation.
                 error = again
         is_behind = self._control.worker in message.behind
         if is_behind:
+            # None where the operation was no step: its answer is then all that is missing.
             if found["state"] is not None:
                 self.mirror.names = found["mirrored"]
                 self.mirror.reset(found["state"]["state"]["buffers"])
@@ -416,6 +420,7 @@ class Member:
                     self._behind.take(found["state"])
             self._agree(found["answer"], batch)
         elif batch is not None and has_begun:
+            # It was counted when it began, and is about to begin again.
             self._session.clock.undo_step()
             if shares:
                 self._engine.reducer.undo()
@@ -434,6 +439,8 @@ class Member:
 
         def tick() -> None:
             self._stop_if_asked()
+            # Once for each generation that is lost: while this worker waits, another one may be
+            # lost, and then the controller counts anew who has reported.
             lost = max(control.generation, control.broken)
             if lost > reported[0]:
                 reported[0] = lost
@@ -442,6 +449,7 @@ class Member:
 
         def is_there() -> bool:
             found = control.recovery
+            # An answer to an earlier loss names a worker that has been lost since.
             return found is not None and found.generation > max(control.broken, reported[0])
 
         with self.waiting():
@@ -462,6 +470,7 @@ class Member:
                 raise
             self._complete()
             return found
+        # No lagging worker is further back than one operation, so the last result is enough.
         if behind and self._control.worker == message.donor:
             state = self._behind.give(self.mirror.state()) if self._last_is_step else None
             told = {"answer": self._last, "state": state, "mirrored": self.mirror.names}
@@ -478,10 +487,13 @@ class Member:
         """Take another place; ``again`` repeats the step after the last one agreed on."""
         before = self._session.local_nodes
         self._engine.take(place)
+        # After a loss shares still lie as before; ``_settle_shares`` moves them, with all others.
         if not self._unsettled:
             self._engine.take_shares()
         self._check_backend()
         local = self._session.local_nodes
+        # ``again`` loads the buffers even where the nodes are as before: the lost step's passes
+        # have changed them.
         if not again and local == before:
             return
         self._engine.buffers.move(local, self.mirror.state())
@@ -500,6 +512,8 @@ class Member:
         taking = [name for name, donor in message.donors.items() if donor == control.worker]
         state = self._state() if taking else {}
         close_group()
+        # ``guests`` leave, and yet hold what joining workers need. They meet them once, in a group
+        # of their own, before those who stay form the next generation without them.
         if message.guests and control.worker in message.together:
             self._hand_over(enter_handover(session.place, message, control), message, state, taking)
             close_group()
@@ -531,6 +545,7 @@ class Member:
 
         control.wait(lambda: control.may_leave or control.is_broken, tick)
         tick()
+        # The others go on without this worker: its exit functions must not wait for them.
         self._session.is_finished = True
         sys.exit(0)
 
@@ -539,6 +554,7 @@ class Member:
         drawn = None if self._epochs.open is None else self._epochs.open.drawn
         return {
             **self._behind.give(self.mirror.state()),
+            # With the switch itself, which those who stay count when it has succeeded (``_agree``).
             "operations": self._control.num_operations + 1,
             "mirrored": self.mirror.names,
             "watched": self._session.watch.steps,

@@ -68,18 +68,20 @@ class Mirror:
         rest = [slot.name for slot in self._rest]
         names = {name for name, flag in zip(rest, found, strict=True) if flag}
         if names:
+            # The step may still be lost; ``undo`` then takes the names back too.
             state, self._before = self.state(), (self.names, self._held)
+            # In the buffers' order, equal on all workers: rows carry no names.
             self.names = self.names + [name for name in rest if name in names]
             self.reset(state)
         return bool(names)
 
     def _start(self) -> "_Rows":
-        """All rows, with the buffers' unchanged values."""
         return self._rows_of([[slot.base for slot in self._slots]] * self._num_nodes)
 
     def _rows_of(self, values: Sequence[Sequence[Tensor]]) -> "_Rows":
         slots = self._slots
         device = slots[0].base.device if slots else None
+        # [virtual nodes, bytes]
         whole = torch.zeros((len(values), self.num_bytes), dtype=torch.uint8, device=device)
         for row, entries in zip(whole, values, strict=True):
             _write(_parts_of(row, slots), entries)
@@ -129,8 +131,10 @@ class Mirror:
         own = known.own
         if len(holdings) > 1:
             own = own.to(wire_device(own.device))
+        # Two receive buffers take turns: the rows of the last step that was agreed on stay in one,
+        # while this step's arrive in the other.
         whole, self._spare = self._spare, None
-        if whole is None:
+        if whole is None:  # [workers, bytes]
             whole = torch.empty((len(holdings), len(own)), dtype=torch.uint8, device=own.device)
         if len(holdings) > 1:
             self._work = peers.all_gather(whole.view(-1), own, async_op=True)
@@ -146,6 +150,7 @@ class Mirror:
         assert self._arriving is not None
         assert self._message is not None
         length = self._message.sums.numel()
+        # Added here, by each worker: an all-gather of bytes adds nothing.
         return self._arriving.whole[:, : length * 8].view(torch.float64).sum(0)
 
     def undo(self) -> None:
@@ -162,6 +167,8 @@ class Mirror:
         if self._arriving is not None:
             before, self._held, self._arriving = self._held, self._arriving, None
             now = self._held.whole
+            # At first the rows are one matrix of nodes, and not messages: of another shape, as a
+            # rule, or after a change of workers.
             if (before.whole.shape, before.whole.device) == (now.shape, now.device):
                 self._spare = before.whole
 
@@ -201,8 +208,9 @@ class _Message:
         slots: Sequence[BufferSlot],
     ) -> None:
         self.key = (holdings, rank, num_sums)
-        row = sum(_padded(slot.base) for slot in slots)
+        row = sum(_padded(slot.base) for slot in slots)  # bytes, as ``first``
         first = -(-num_sums * 8 // _ALIGNMENT) * _ALIGNMENT
+        # An all-gather takes equal lengths, so every message has room for the most rows.
         most = max(len(nodes) for nodes in holdings)
         device = slots[0].base.device if slots else None
         self.own = torch.zeros(first + most * row, dtype=torch.uint8, device=device)
@@ -225,8 +233,7 @@ def _padded(value: Tensor) -> int:
 
 
 def _parts_of(row: Tensor, slots: Sequence[BufferSlot]) -> list[Tensor]:
-    """The buffers at the start of a row, each with its own dtype and shape."""
-    parts, at = [], 0
+    parts, at = [], 0  # views: who writes to one writes into the message
     for slot in slots:
         size = slot.base.numel() * slot.base.element_size()
         parts.append(row[at : at + size].view(slot.base.dtype).view(slot.base.shape))

@@ -121,14 +121,8 @@ class StageEvaluation:
         return {**found, CALL: (tuple(arguments), dict(named))}
 
     def _round(self, own: Message | None) -> tuple[bool, Any]:
-        """Make one round of calls.
-
-        Args:
-            own: This worker's call; None if it has left.
-
-        Returns:
-            Whether any worker has made a call, and the answer to this worker's own.
-        """
+        """Make one round of calls: whether any worker made one, and the answer to the own one."""
+        # A worker that has left gives None, and serves the others until none has a call.
         answer, calls = None, self._meet(own)
         for number, callers in enumerate(calls):
             is_own = self._place.rank in callers
@@ -140,6 +134,8 @@ class StageEvaluation:
         """The calls of a round: of each, the ranks that make it. Call it on all workers."""
         if self._transport is None:
             return [] if own is None else [[self._place.rank]]
+        # [whether there is a call, digest of its arguments]: equal calls run once for all callers,
+        # as in an evaluation that every worker makes of the same batches.
         row = torch.zeros(1 + _DIGEST_WORDS, dtype=torch.int64)
         if own is not None:
             row[0] = 1
@@ -155,17 +151,13 @@ class StageEvaluation:
         return list(calls.values())
 
     def _run(self, number: int, own: Message | None, callers: Sequence[int]) -> Any:
-        """Pass a call through all stages.
-
-        All workers go through the same list of messages in the same order, so none waits for one
-        that waits for it.
-
-        Returns:
-            On the callers, the answer.
-        """
+        """Pass a call through all stages; on the callers, its answer."""
         self.num_runs += 1
+        # The calls of a round take the replicas in turn.
         rank, groups = self._place.rank, [held[number % len(held)] for held in self._replicas]
         needed = sorted({rank for group in groups for rank in group} - set(callers))
+        # From here on all workers go through the same list of messages in the same order, so none
+        # waits for one that waits for it.
         for other in needed:
             own = self._carry(own, callers[0], other)
         if rank not in callers and rank not in needed:
@@ -194,17 +186,17 @@ class StageEvaluation:
     def _pass_on(
         self, made: Any, holdings: Holdings, senders: Sequence[int], receivers: Sequence[int]
     ) -> Any:
-        """Send a stage's values to the workers of the next; return those for this worker.
-
-        Between groups of unlike degrees tokens are joined before and spread again behind.
-        """
+        """Send a stage's values to the workers of the next; return those for this worker."""
         rank = self._place.rank
+        # A part of the tokens fits no worker of a group of another degree: tokens are joined before
+        # and spread again behind.
         is_unlike = Holding.TOKENS in holdings and len(senders) != len(receivers)
         if is_unlike and rank in senders:
             made = self._of_tokens(gather_tokens_from, made, holdings)
         found = made
         message = message_of(list(made), "a value between stages") if rank in senders else None
         for receiver in receivers:
+            # Of equal degrees lane to lane; else receivers are spread evenly over senders.
             sender = senders[receivers.index(receiver) * len(senders) // len(receivers)]
             if sender != receiver and rank in (sender, receiver):
                 passed = self._carry(message, sender, receiver)
@@ -224,12 +216,12 @@ class StageEvaluation:
         values: Sequence[Any],
         holdings: Holdings,
     ) -> list[Any]:
-        """The values, those of tokens changed."""
         pairs = zip(values, holdings, strict=True)
         return [change(v, self._group) if held is Holding.TOKENS else v for v, held in pairs]
 
     def _carry(self, message: Message | None, source: int, target: int) -> Message | None:
         """Send a message from one worker to another; return what this worker then has."""
+        # Called on all workers, so that the list of messages reads alike everywhere.
         rank = self._place.rank
         if rank not in (source, target):
             return message

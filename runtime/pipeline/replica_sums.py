@@ -185,9 +185,9 @@ class ReplicaSums:
         self.given.clear()
 
     def _take(self, operations: Sequence[Operation]) -> None:
-        """Note what follows from a step's operations."""
         passes = [op for op in operations if op.kind in FREEING]
         self._operations = operations
+        # A later entry of a comprehension replaces an earlier one, so the order chooses.
         self._first = {op.stage: op for op in reversed(passes)}
         self._last = {op.stage: op for op in passes}
         self._resting = {
@@ -264,6 +264,8 @@ class ReplicaSums:
 
     def _made(self) -> list[_Bucket]:
         """The buckets in the order of their sums, which all workers share."""
+        # From facts that all workers know alike (the script's order of parameters, who holds what),
+        # never from the order in which gradients come.
         ownership, position = self._ownership, {}
         families: dict[tuple[object, ...], list[str]] = {}
         for place, name in enumerate(reversed(ownership.parameters)):
@@ -273,6 +275,7 @@ class ReplicaSums:
             position[name] = (kind_of_use, [-stage for stage in stages], place)
             if name in self._sets and parameter.requires_grad:
                 kind = (parameter.dtype, parameter.device, self._owners.get(name))
+                # What one collective can sum: of the same workers, in one memory, ready together.
                 family = (stages, self._sets[name], self._is_lent(name), *kind)
                 families.setdefault(family, []).append(name)
         found = [
@@ -285,6 +288,7 @@ class ReplicaSums:
     def _bucket_bytes(self, names: Sequence[str]) -> int:
         """The most bytes of a bucket of these parameters, equal on all workers of the sum."""
         device = self._ownership.parameters[names[0]].device
+        # Of what is summed, not of what is held: a worker that holds parts must cut alike.
         total = sum(self._summed_bytes(name) for name in names)
         most = backend_of(device).bucket_bytes
         return min(most, max(LEAST_BUCKET_BYTES, -(-total // BUCKETS_OF_STAGE)))
@@ -301,7 +305,6 @@ class ReplicaSums:
         return ownership.parameters[name].shape
 
     def _summed_bytes(self, name: str) -> int:
-        """The bytes of a parameter's sum, equal on all workers of the sum."""
         return self._summed_shape(name).numel() * self._ownership.parameters[name].element_size()
 
     def _bucket(self, names: Sequence[str]) -> _Bucket:
@@ -353,6 +356,7 @@ class ReplicaSums:
     def _launch_ready(self) -> None:
         while self._num_launched < len(self._buckets):
             bucket = self._buckets[self._num_launched]
+            # One that is not ready holds up those behind it: all workers start sums in one order.
             if bucket.num_missing or not any(stage in self._last for stage in bucket.stages):
                 return
             # For its buffer the host may wait for a sum that other stages begin only after this
@@ -376,12 +380,16 @@ class ReplicaSums:
     def _filled(self, bucket: _Bucket) -> Tensor:
         """The bucket's buffer with what this worker contributes."""
         gradients = [slot.parameter.grad for slot in bucket.slots]
-        if bucket.flat is None:  # lent for this sum; if too many have one, the oldest ends first
+        # Lent for this sum. Whole gradients are larger than the parts that this worker keeps, so at
+        # most ``MOST_LENT`` exist: the oldest is waited for, which all workers started first.
+        if bucket.flat is None:
             while len(self._lent) >= MOST_LENT:
                 self._settle(self._lent.popleft())
             self._lent.append(bucket)
             bucket.flat = self._buffer(bucket)
         flat = bucket.flat
+        # Flags in the gradients' own type, behind them: added up by the same sum. A host tensor is
+        # copied to the device only in the rare step where some gradient is missing.
         if self._told is None:
             flags = flat[-len(gradients) :]
             if any(gradient is None for gradient in gradients):
@@ -417,6 +425,7 @@ class ReplicaSums:
         flat, lanes = bucket.flat, self._ownership.lanes
         if flat is None:  # done before, and the buffer was given back
             return
+        # Another worker updates these: memory and gradients go at once, which is ZeRO-2's saving.
         if bucket.owner not in (None, self._rank):
             bucket.flat = None
             for slot in bucket.slots:
@@ -427,6 +436,8 @@ class ReplicaSums:
         if bucket.is_in_place:
             return
         for place, (slot, flag) in enumerate(zip(bucket.slots, self._flags(bucket), strict=True)):
+            # No worker has one: it stays None, so that an optimizer leaves the parameter alone, as
+            # in one process. A zero would decay weights and momentum.
             if not flag:
                 continue
             if bucket.views:
@@ -437,7 +448,6 @@ class ReplicaSums:
             bucket.flat = None
 
     def _flags(self, bucket: _Bucket) -> Flags:
-        """Of each parameter, a positive number if some worker has a gradient of it."""
         # Whoever has a gradient itself knows that one exists, and need not wait for the sum.
         if all(slot.parameter.grad is not None for slot in bucket.slots):
             return [1.0] * len(bucket.slots)

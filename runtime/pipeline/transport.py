@@ -142,12 +142,15 @@ class Neighbour:
             packet = _packet(_Kind.INSIDE, tag, 0, given.numel()) + given.numpy().tobytes()
             self._tell(packet)
             return _SENT
+        # Packets that say that slots are free may lie unread; only then the file grows. It never
+        # waits for a slot: two workers that send to each other would wait for ever.
         slot = self._own.free(given.numel())
         if slot is None:
             self._read()
             slot = self._own.free(given.numel())
         if slot is None:
             slot = self._own.more(given.numel())
+        # The packet after the copy: who reads it finds the message whole.
         self._own.memory(slot, given.numel()).copy_(given)
         self._tell(_packet(_Kind.FILLED, tag, slot, given.numel()))
         return _SENT
@@ -174,6 +177,7 @@ class Neighbour:
             return
         slot, size = found
         wanted.copy_(self._theirs.memory(slot, size))
+        # After the copy: from here on the sender may write over it.
         with contextlib.suppress(PeerLostError):  # it may have ended since it sent this
             self._tell(_packet(_Kind.TAKEN, tag, slot, size))
 
@@ -184,13 +188,13 @@ class Neighbour:
                 self._connection.send(packet)
                 return
             except BlockingIOError:
+                # Reads too while it waits: the other may be here as well, with a full socket.
                 self._wait(select.POLLIN | select.POLLOUT, "send")
                 self._read()
             except OSError as error:
                 raise self._lost("send") from error
 
     def _read(self) -> None:
-        """Read the packets that have come."""
         while not self._is_closed:
             try:
                 packet = self._connection.recv(_PACKET.size + _MOST_INSIDE)
@@ -202,6 +206,7 @@ class Neighbour:
                 self._is_closed = True
                 return
             said, slot, size = _PACKET.unpack_from(packet)
+            # By tag, each in the order sent: messages of several channels come mixed.
             tag, kind = divmod(said, _NUM_KINDS)
             if kind == _Kind.TAKEN:
                 self._own.give_back(slot, size)
@@ -237,6 +242,7 @@ class _Slots:
         self._end = 0
 
     def memory(self, slot: int, size: int) -> Tensor:
+        # Mapped once for each slot: a mapping costs a system call, and a fault for each page.
         known = self._memory.get(slot)
         if known is None:
             pages = mmap.mmap(self._descriptor, _room(size), offset=slot)
@@ -249,7 +255,7 @@ class _Slots:
         return known.pop() if known else None
 
     def more(self, size: int) -> int:
-        slot = self._end
+        slot = self._end  # a slot is named by its first byte in the file
         self._end += _room(size)
         os.ftruncate(self._descriptor, self._end)
         return slot
@@ -260,7 +266,7 @@ class _Slots:
 
 
 def _room(size: int) -> int:
-    """Bytes of the slots for messages of this size: a power of two, and whole pages."""
+    # A power of two, so that messages of like sizes share slots; whole pages, as mmap maps those.
     return max(mmap.ALLOCATIONGRANULARITY, 1 << (size - 1).bit_length())
 
 
@@ -299,12 +305,15 @@ def meet_neighbours(
             found = listener.connect(rank, {r: rows[r] for r in near}, limit_seconds)
         except (OSError, ValueError):
             found = None
+        # All or none: if one end sent through memory and the other received over the group, both
+        # would wait.
         answers = _told(bytes([found is not None]), rank, world_size, group)
     return found or {} if all(answer == b"\1" for answer in answers) else {}
 
 
 def _told(row: bytes, rank: int, world_size: int, group: dist.ProcessGroup) -> list[bytes]:
     """[workers] what each worker says; all say as many bytes."""
+    # A sum in which each row has one term that is not 0: no byte overflows.
     rows = torch.zeros((world_size, len(row)), dtype=torch.uint8)
     rows[rank] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
     peers.all_reduce(rows, group=group)
@@ -321,6 +330,8 @@ class _Listener:
     def __init__(self, world_size: int) -> None:
         self._key, self._socket, name = b"\0" * _KEY_BYTES, None, b""
         try:
+            # The boot and not the host's name, which several hosts may share. The network's
+            # namespace too: the socket's name is known in one only, and containers share a boot.
             facts = [Path(_HOST_FACTS[0]).read_text(), os.readlink(_HOST_FACTS[1]), os.getuid()]
             self._socket = _unix_socket()
             self._socket.bind("")  # the kernel chooses a name, which is no file's
@@ -353,6 +364,8 @@ class _Listener:
         theirs: dict[int, int] = {}
         joined: dict[int, socket.socket] = {}
         with ExitStack() as undone:
+            # Of two workers the higher rank connects and the lower accepts. All connect and give
+            # before any accepts: the kernel takes both into the listener's queue, so none waits.
             for other, row in rows.items():
                 own[other] = os.memfd_create("hetflow-messages", os.MFD_CLOEXEC)
                 undone.callback(os.close, own[other])
@@ -363,6 +376,7 @@ class _Listener:
             self._socket.settimeout(_MEETING_SECONDS)
             for _ in range(sum(other > rank for other in rows)):
                 connection = undone.enter_context(self._socket.accept()[0])
+                # A name in the abstract namespace has no file mode: any user may connect.
                 if _user_of(connection) != os.getuid():
                     raise ValueError("another user's process connected")
                 other, descriptor = _given(connection)
@@ -373,7 +387,7 @@ class _Listener:
                 if other < rank:
                     _, theirs[other] = _given(joined[other])
                     undone.callback(os.close, theirs[other])
-            undone.pop_all()
+            undone.pop_all()  # all have met: from here on ``Neighbour`` closes what it is given
         return {
             other: Neighbour(other, joined[other], own[other], theirs[other], limit_seconds)
             for other in rows

@@ -201,6 +201,7 @@ class Connection:
         Raises:
             PreloadError: It was not forked.
         """
+        # Under the lock from request to answer: answers carry no number, so the next is ours.
         with self._lock:
             if not self.wait_until_ready():
                 raise PreloadError(self.trouble)
@@ -224,6 +225,7 @@ class Connection:
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             with self._lock:
+                # All that has come, also of other processes: their threads find it in ``_codes``.
                 while self.look(0.0):
                     pass
                 if pid in self._codes:

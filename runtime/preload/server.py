@@ -207,6 +207,8 @@ class _Host:
 
     def serve(self) -> list[str] | None:
         """Serve until the connection is closed: None. In a forked process: its command."""
+        # The command is returned up to ``__main__``, so that a program runs on an almost empty
+        # stack: its tracebacks do not show the loop that forked it.
         is_open = _tell(self._connection, {"ready": os.getpid()})
         while is_open:
             for key, _ in self._selector.select():

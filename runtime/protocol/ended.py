@@ -145,7 +145,7 @@ def explained(error: BaseException) -> BaseException:
 def forget_frames(error: BaseException) -> None:
     """Let go of what the functions held that an error came through, such as process groups."""
     for one in _with_causes(error):
-        one.__traceback__ = None
+        one.__traceback__ = None  # a group that a frame holds is not destroyed
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
@@ -161,11 +161,9 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_of_an_exchange(error: BaseException) -> bool:
-    """Whether ``torch.distributed`` raised it.
-
-    Errors of NCCL and of the store have types. gloo raises plain RuntimeErrors; they are known by
-    the function that raised them. One raised by a ``work.wait()`` of the script is not recognised.
-    """
+    """Whether ``torch.distributed`` raised it."""
+    # Errors of NCCL and of the store have types. gloo raises plain RuntimeErrors; they are known by
+    # the function that raised them. One of the script's own ``work.wait()`` is not recognised.
     dist = sys.modules.get("torch.distributed")
     if dist is None or dist.__file__ is None or not isinstance(error, RuntimeError):
         return False

@@ -195,6 +195,7 @@ def _ranks_of_stages(plan: Plan) -> list[tuple[int, ...]]:
         last = len(plan.stages) - 1
         return [(min(s, last - s), max(s, last - s)) for s in range(last + 1)]
     if plan.traits.is_chunked and _states_devices(plan):
+        # A device is one rank, numbered where it first occurs, however many chunks name it.
         known: dict[tuple[str, int], int] = {}
         return [
             tuple(
@@ -231,15 +232,13 @@ def _work_of(plan: Plan, ranks_of_stages: Sequence[tuple[int, ...]]) -> Pipeline
 
 
 def _stage_of(stage: Stage, ranks: tuple[int, ...], *, is_chain: bool) -> PipelineStage:
-    """Lower one stage, with the times to which emulated devices stretch its passes.
-
-    If the plan has one time for both passes, the forward pass takes a third of it, or a quarter
-    with recomputation: a backward pass takes about twice as long.
-    """
+    """Lower one stage, with the times to which emulated devices stretch its passes."""
     recomputes = stage.recompute == "full"
     forward = backward = None
     if all(is_emulated(group.device_type) for group in stage.replicas) and stage.compute_seconds:
         forward = stage.forward_seconds
+        # One time for both passes: a backward pass takes about two forward passes, and recomputing
+        # one more. So forward is a third of the sum, or a quarter.
         if forward is None:
             forward = stage.compute_seconds * (0.25 if recomputes else 1 / 3)
         backward = stage.compute_seconds - forward
@@ -270,7 +269,8 @@ def _nodes_of(plan: Plan, work: PipelineWork | None) -> list[tuple[VirtualNode, 
             for _ in range(group.num_devices)
         ]
     schedule = schedule_of(work, plan.num_microbatches)
-    sizes = [plan.microbatch_size] * plan.num_microbatches
+    sizes = [plan.microbatch_size] * plan.num_microbatches  # [microbatches] samples
+    # The last one takes the difference, where microbatches do not divide the batch.
     sizes[-1] += plan.global_batch_size - sum(sizes)
     group_of = {rank: number for number, ranks in enumerate(work.groups) for rank in ranks}
     return [
@@ -302,12 +302,9 @@ def _groups_of(
 def _devices_of(
     plan: Plan, ranks_of_stages: Sequence[tuple[int, ...]]
 ) -> list[tuple[str, int | None]]:
-    """[ranks] the device type of each, and its index among the devices of that type.
-
-    The launch chooses the devices (None) for a model that is not cut, and for pipelines in both
-    directions.
-    """
+    """[ranks] the device type of each, and its index among the devices of that type."""
     found: dict[int, tuple[str, int | None]] = {}
+    # None where the launch chooses: for a model that is not cut, and for both directions.
     is_free = not plan.layers or plan.traits.placement == "both-ways"
     for stage, ranks in zip(plan.stages, ranks_of_stages, strict=True):
         held = [(g.device_type, None if is_free else one) for g in stage.replicas for one in g.held]
@@ -320,11 +317,9 @@ def _devices_of(
 
 
 def _placed(plan: Plan) -> list[int]:
-    """[ranks] index of each rank's device among those of its type.
-
-    No group is split over two servers, nor is a stage whose devices divide a server's, which the
-    plan counts inside one. Sets of devices are placed from the largest down.
-    """
+    """[ranks] index of each rank's device among those of its type."""
+    # By device type: of each group of replicas its ranks, tensor degree, and whether it is alone in
+    # its stage.
     groups: dict[str, list[tuple[range, int, bool]]] = {}
     size = 0
     for stage in plan.stages[: plan.num_positions]:
@@ -338,7 +333,9 @@ def _placed(plan: Plan) -> list[int]:
         number = width = sum(len(ranks) for ranks, *_ in each)
         if plan.cluster is not None and name in plan.cluster.num_devices:
             number, width = plan.cluster.num_devices[name], plan.cluster.common_width(name)
-        # Else groups only; then as in pools of one server.
+        # First as the plan counts: no tensor-parallel group is split over two servers, nor is a
+        # stage whose devices divide a server's. Where that does not fit, only groups stay whole;
+        # then the pool counts as one server. ``first_devices`` packs from the largest set down.
         for whole, room in ((True, width), (False, width), (False, number)):
             sets = [
                 ranks[start : start + step]

@@ -18,9 +18,6 @@ from ...schema.run import (
 )
 from .lower import lower
 
-# The terms of a predicted step beside those of the run.
-
-
 OFF_FRACTION = 0.05
 """Terms that differ by more than this fraction of the measured step are marked as off."""
 
@@ -57,6 +54,7 @@ def _of_speed(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparis
 def _marked(entry: TermComparison, step_seconds: float) -> TermComparison:
     if entry.predicted_seconds is None:
         return entry
+    # Of the step, not of the term: an error of half in a term of a thousandth does not matter.
     error = entry.times * abs(entry.predicted_seconds - entry.measured_seconds)
     return replace(entry, is_off=error > OFF_FRACTION * step_seconds)
 
@@ -87,13 +85,11 @@ def _of_replicas(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermCompa
 
 
 def _own_seconds(device: DeviceRun) -> float:
-    """Seconds of a worker's virtual nodes and fixed cost; at least 0.
-
-    Medians of parts do not add up to the median of the whole, so the difference may be negative.
-    """
+    """Seconds of a worker's virtual nodes and fixed cost."""
     terms = device.terms
     if terms is None:
         return 0.0
+    # Medians of parts do not add up to the median of the whole, so this may come out negative.
     return max(0.0, terms.step.seconds - terms.sync.seconds - terms.update.seconds)
 
 
@@ -105,10 +101,7 @@ def _nodes_seconds(device: DeviceRun, virtual_nodes: int) -> float:
 def _of_step(
     plan: Plan, device: DeviceRun, virtual_nodes: int, *, is_alone: bool
 ) -> Iterator[TermComparison]:
-    """Compare a worker's terms of the whole step.
-
-    A worker that trains alone does not synchronise; the time of its sums is fixed cost.
-    """
+    """Compare a worker's terms of the whole step."""
     terms, predicted = device.terms, plan.predicted
     assert terms is not None
     sync = terms.sync.seconds
@@ -120,6 +113,7 @@ def _of_step(
             measured_seconds=virtual_nodes * terms.load.seconds,
         )
     if terms.fixed is not None:
+        # A worker that trains alone does not synchronise: the time of its sums is fixed cost.
         yield TermComparison(
             term="fixed cost",
             predicted_seconds=predicted.fixed_seconds,
@@ -137,16 +131,13 @@ def _of_step(
 
 
 def _of_stages(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
-    """Compare each stage's passes of a microbatch on its slowest replica, and the update.
-
-    The plan may have one time for both passes.
-    """
+    """Compare each stage's passes of a microbatch on its slowest replica, and the update."""
     for number, stage in enumerate(plan.stages):
         runs = [run for device in devices for run in device.stages if run.stage == number]
         if not runs:
             continue
         forward, both = stage.forward_seconds, stage.compute_seconds
-        if forward is None:
+        if forward is None:  # the plan has one time for both passes
             taken = max(run.forward.seconds + run.backward.seconds for run in runs)
             terms = [("passes", both, taken)]
         else:
@@ -247,12 +238,9 @@ def assemble(
 
 
 def _predicted(plan: Plan, report: WorkerReport, config: LaunchConfig | None) -> DeviceRun:
-    """What one worker did beside what was predicted.
-
-    ``config`` is the plan lowered, None where workers are not its own.
-    """
+    """What one worker did beside what was predicted."""
     device = report.device
-    if config is None:
+    if config is None:  # after a change its rank is no longer one of the plan's
         return replace(device, emulated=report.emulated_passes > 0)
     if config.pipeline is None:
         times = [group.pass_seconds for group in plan.groups for _ in range(group.num_devices)]

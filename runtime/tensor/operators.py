@@ -42,6 +42,7 @@ class TensorGroup:
 
 def sum_over(value: Tensor, group: TensorGroup) -> Tensor:
     """The sum over the group, in a new tensor; no gradient flows through it."""
+    # A copy: a backward function must not write into the gradient that it is given.
     total = value.detach().clone(memory_format=torch.contiguous_format)
     if group.group is not None:
         peers.all_reduce(total, group=group.group)
@@ -90,6 +91,7 @@ def parts_of_all(own: Tensor, group: TensorGroup, shapes: Sequence[torch.Size]) 
         shapes: [degree] the shape of each worker's part.
     """
     found = []
+    # One part at a time, so that a device never holds more than its own part and another.
     for lane, (rank, shape) in enumerate(zip(group.ranks, shapes, strict=True)):
         part = own.detach().contiguous() if lane == group.lane else own.new_empty(shape)
         peers.broadcast(part, src=rank, group=group.group)
@@ -100,20 +102,18 @@ def parts_of_all(own: Tensor, group: TensorGroup, shapes: Sequence[torch.Size]) 
 def gathered_tokens(value: Tensor, group: TensorGroup) -> Tensor:
     """Join the workers' tokens, [..., T/t, C] to [..., T, C]; no gradient flows through it."""
     own = value.detach().contiguous()
-    parts = own.new_empty((group.degree, *own.shape))
+    parts = own.new_empty((group.degree, *own.shape))  # [t, ..., T/t, C]
     peers.all_gather(parts.view(-1), own.view(-1), group=group.group)
     return parts.movedim(0, -3).flatten(-3, -2)
 
 
 def summed_tokens(value: Tensor, group: TensorGroup) -> Tensor:
-    """This worker's tokens of the sum over the group, [..., T, C] to [..., T/t, C]; no gradient.
-
-    A reduce-scatter: the library's own between devices, which has its own order. Otherwise every
-    worker adds the parts in order of lanes.
-    """
+    """Reduce-scatter tokens over the group, [..., T, C] to [..., T/t, C]; no gradient."""
     *leading, size, channels = value.shape
     split = value.detach().reshape(*leading, group.degree, size // group.degree, channels)
-    leaving = split.movedim(-3, 0).contiguous()
+    leaving = split.movedim(-3, 0).contiguous()  # [t, ..., T/t, C]: entry r goes to lane r
+    # The library's reduce-scatter adds in an order of its own. Where a level of determinism asks
+    # for one order, parts are exchanged as they are, and every worker adds them in order of lanes.
     if not group.keeps_order and is_on_devices(group.group):
         own = torch.empty_like(leaving[0])
         peers.reduce_scatter(own.view(-1), leaving.view(-1), group=group.group)
@@ -188,8 +188,11 @@ class SpreadInput:
             bias: [o].
         """
         now, readers = recording(), self._readers
+        # One node for all layers: autograd adds their gradients before it calls the node. A
+        # checkpoint's recomputation makes a node of its own.
         if self._input is None or self._input[0] != now:
             self._input = now, _apply(_ReadTokens, self._tokens, whole.detach(), readers)
+        # Detached: the gradient of the value flows through ``_ReadTokens`` alone.
         return _apply(_LinearOfTokens, self._input[1], self._tokens.detach(), weight, bias, readers)
 
 
@@ -208,9 +211,11 @@ class _Readers:
 
     def again(self, tokens: Tensor) -> Tensor:
         """[..., T, I] the value again, in a backward pass, where each reader asks once."""
+        # Autograd runs equal graphs in equal order, so all workers of the group gather here.
         if self._again is None or self._again.dtype != tokens.dtype:
             self._again, self._left = gathered_tokens(tokens, self.group), self._number
         whole = self._again
+        # Freed by the last reader: it is t times as large as what is kept between the passes.
         self._left -= 1
         if self._left <= 0:
             self._again = None
@@ -244,6 +249,7 @@ class SharedInput:
             return value
         if self._last is not None:
             last, version, before, copied = self._last
+            # The version counts writes in place: after one, the same tensor is another value.
             if last is value and version == value._version and before == recording():
                 return copied
         copied = copy_to(value, self._group)
@@ -271,6 +277,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
         if group.group is None or not value.is_contiguous():
             return sum_over(value, group)
+        # In place: the product is as large as the sum, and nobody reads it.
         ctx.mark_dirty(value)
         peers.all_reduce(value, group=group.group)
         return value
@@ -288,6 +295,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        # No collective: every worker computes on from the whole value, so has its whole gradient.
         first, last = bounds(ctx.size, ctx.group.lane, ctx.group.degree)
         return gradient[..., first:last].contiguous(), None, None
 
@@ -366,7 +374,7 @@ class _LinearOfTokens(torch.autograd.Function):
         if wants_weight:
             whole = ctx.readers.again(tokens)
             of_weight = (gradient.flatten(0, -2).t() @ whole.flatten(0, -2)).to(weight.dtype)
-            del whole
+            del whole  # before the next product, which is as large
         if wants_whole:
             into = (gradient @ weight.to(gradient.dtype)).to(of_whole)
         if wants_bias:
@@ -382,13 +390,18 @@ class _CrossEntropies(torch.autograd.Function):
         ctx.dtype = logits_Bv.dtype
         if logits_Bv.dtype in (torch.float16, torch.bfloat16):
             logits_Bv = logits_Bv.float()  # as torch computes it
+        # The maximum over the whole vocabulary, so that no exponential overflows. It cancels in the
+        # loss, so it needs no gradient.
         most_B = largest_over(logits_Bv.amax(-1), group)
         shares_Bv = logits_Bv - most_B.unsqueeze(-1)
         own_B = targets_B - first
+        # A target of another worker's part reads column 0 here, and counts as 0.
         strange_B = (own_B < 0) | (own_B >= logits_Bv.shape[-1])
         own_B = own_B.masked_fill(strange_B, 0).unsqueeze(-1)
         named_B = shares_Bv.gather(-1, own_B).squeeze(-1).masked_fill(strange_B, 0.0)
+        # In place from here: one tensor of the logits' size is all that is kept for backward.
         shares_Bv = shares_Bv.exp_()
+        # Of ``named_B`` one worker's entry is not 0: the sum is the target's logit itself.
         both_2B = sum_over(torch.stack([shares_Bv.sum(-1), named_B]), group)
         sums_B = both_2B[0]
         shares_Bv = shares_Bv.div_(sums_B.unsqueeze(-1))
@@ -399,6 +412,7 @@ class _CrossEntropies(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_B: Tensor) -> tuple[Tensor, None, None, None]:
         shares_Bv, own_B, strange_B = ctx.saved_tensors
+        # The softmax, less 1 at the target, which is in one worker's part. No collective.
         made_Bv = shares_Bv * gradient_B.unsqueeze(-1)
         named_B = gradient_B.masked_fill(strange_B, 0.0).neg().unsqueeze(-1)
         return made_Bv.scatter_add_(-1, own_B, named_B).to(ctx.dtype), None, None, None
@@ -425,6 +439,7 @@ def row_linear(
 ) -> Tensor:
     """A linear layer cut by inputs; each worker has its own inputs. Returns [B, O], whole."""
     total_BO = sum_from(functional.linear(x_Bi, weight_Oi), group)
+    # After the sum, which would count it once for each worker.
     return total_BO if bias_O is None else total_BO + bias_O
 
 
@@ -435,6 +450,7 @@ def row_linear_to_tokens(
     total = functional.linear(x_Bi, weight_Oi)
     if group.degree > 1:  # g: a reduce-scatter in forward, an all-gather in backward
         total = _apply(_SumTokens, total, group)
+    # Each worker adds it to its own tokens, so its gradient comes in shares (roles.py).
     return total if bias_O is None else total + bias_O
 
 
@@ -455,6 +471,8 @@ def vocabulary_embedding(
 ) -> Tensor:
     """An embedding cut by vocabulary. Returns [B, C], whole."""
     first, last = bounds(vocabulary, group.lane, group.degree)
+    # Ids of another worker's part read row 0 here, and give zeros. So each sum over the group has
+    # one term that is not 0, and is exact in any order.
     strange_B = (ids_B < first) | (ids_B >= last)
     own_B = (ids_B - first).masked_fill(strange_B, 0)
     has_padding = padding_idx is not None and first <= padding_idx < last

@@ -76,10 +76,6 @@ class ParallelRegion(TorchFunctionMode):
     """What is computed between a column-parallel layer and the row-parallel layer after it.
 
     It begins when the first column-parallel layer has run and ends when a row-parallel one begins.
-
-    A checkpoint of the script's may end between the two. When the backward pass recomputes it, no
-    row layer ends the region, so there it ends with the recomputation: as soon as autograd records
-    otherwise than when it began.
     """
 
     def __init__(self, group: TensorGroup) -> None:
@@ -90,6 +86,7 @@ class ParallelRegion(TorchFunctionMode):
 
     def opened(self, name: str, made: Tensor, parts: int) -> None:
         """Note that a column-parallel layer has run."""
+        # Queries, keys and values are three layers of one region; only the first one opens it.
         if not self._columns or self._is_left_open():
             self._columns.clear()
             self._recording = recording()
@@ -106,7 +103,9 @@ class ParallelRegion(TorchFunctionMode):
             self.__exit__(None, None, None)
 
     def _is_left_open(self) -> bool:
-        """Whether the region is of a recomputation that has ended."""
+        # A checkpoint of the script's may end between column and row layer. When the backward pass
+        # recomputes it, no row layer ends the region. So there it ends with the recomputation: as
+        # soon as autograd records otherwise than when it began. The id is -1 outside of backward.
         return torch._C._current_graph_task_id() != -1 and recording() != self._recording
 
     @contextmanager
@@ -149,18 +148,13 @@ class ParallelRegion(TorchFunctionMode):
         return input.copy_(dropped) if inplace else dropped
 
     def _cut_dim(self, x: Tensor) -> int:
-        """The dimension of a tensor of which each worker has a part.
-
-        It is that of the hidden layer in a tensor like a column-parallel layer's output, and that
-        of the heads in [..., heads, tokens, any].
-
-        Raises:
-            TargetError: The tensor is neither.
-        """
+        """The dimension of a tensor of which each worker has a part, told by its shape."""
         for column in self._columns:
             leading, size = column.shape[:-1], column.shape[-1]
+            # [..., tokens, hidden]: a layer's output, or one of its fused parts.
             if x.shape[:-1] == leading and x.shape[-1] in (size, size // column.parts):
                 return x.dim() - 1
+        # [..., heads, tokens, any]: heads are what a group cuts in attention.
         *batch, tokens = self._columns[0].shape[:-1]
         if x.dim() > 2 and list(x.shape[:-3]) == batch and x.shape[-2] == tokens:
             return x.dim() - 3
@@ -195,10 +189,11 @@ class ParallelRegion(TorchFunctionMode):
                 "attn_implementation='eager'), or set the attention's dropout to 0",
             )
         self._check_recording()
+        # In steps, because the fused kernel draws its mask inside, for this worker's heads alone.
         if enable_gqa:
             key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
             value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-        scores = query @ key.transpose(-1, -2)
+        scores = query @ key.transpose(-1, -2)  # [..., heads, tokens, tokens]
         scores = scores * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
@@ -210,7 +205,8 @@ class ParallelRegion(TorchFunctionMode):
         return weights @ value
 
     def _check_recording(self) -> None:
-        """Refuse a checkpoint that begins here: its recomputation would not draw whole masks."""
+        # A checkpoint that begins inside a region is recomputed without it: the column layer is
+        # outside, and does not run again. So its masks would be of the parts.
         if recording() != self._recording:
             raise self._refusal(
                 "a checkpoint recomputes dropout, which draws",
@@ -261,7 +257,6 @@ class _Column:
 
 
 def _modes() -> list[Any]:
-    """The function modes of this thread, the innermost last."""
     return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 

@@ -346,14 +346,8 @@ def sharing_of(model: nn.Module) -> SharedParts:
 
 
 def _check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:
-    """Refuse names that do not add up.
-
-    These are a row layer without a column layer before it, and a parameter beside a column layer
-    whose use is unknown, since a share may use it.
-
-    Raises:
-        TargetError: Names the module.
-    """
+    """Refuse a model whose modules' names imply roles that do not add up."""
+    # In the modules' order, which is the layers': a row layer reads what a column layer made.
     is_split = False
     for name, role in roles.items():
         if role.style == "row" and not is_split:
@@ -363,6 +357,8 @@ def _check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:
                 hint="say how all are shared with hetflow.runtime.tensor_parallel(model, {...})",
             )
         is_split = role.style == "column" or (is_split and role.style != "row")
+    # A parameter beside a column layer may be used on a share (a norm of each head), or on whole
+    # values. In the first case its gradient must be summed over the group, in the second not.
     parents = {name.rpartition(".")[0] for name, role in roles.items() if role.style == "column"}
     for name, module in model.named_modules():
         is_inside = any(name == parent or name.startswith(f"{parent}.") for parent in parents)
@@ -400,12 +396,8 @@ def _num_inputs(module: nn.Module) -> int:
 
 
 def _cuts(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, ParameterCut]:
-    """The cuts by parameter name; a tied parameter is listed once.
-
-    Raises:
-        TargetError: A module cannot be shared like this, or not all modules with a tied parameter
-            share it equally.
-    """
+    """The cuts by parameter name."""
+    # A tied parameter has one name here, so it is listed once.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     cuts: dict[str, ParameterCut] = {}
     for name, role in roles.items():
@@ -424,7 +416,6 @@ def _cuts(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, ParameterCut
 
 
 def _cuts_of(name: str, module: nn.Module, role: Role) -> dict[str, ParameterCut]:
-    """The cuts by name of the module's attribute."""
     if role.style == "inner":
         return {}
     if role.style == "vocabulary":

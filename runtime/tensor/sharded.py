@@ -147,6 +147,8 @@ class CutLogits(Tensor):
             if func in _PLAIN:
                 return func(*args, **named)
             shape = (*own.shape[:-1], own._vocabulary)
+            # Without memory: it answers questions of shape, and reshapes are tried on it, so that
+            # torch itself checks their arguments.
             whole = torch.empty(shape, dtype=own.dtype, device="meta")
             if func in _OF_SHAPE:
                 return func(whole, *args[1:], **named)
@@ -166,12 +168,13 @@ class CutLogits(Tensor):
         return CutLogits.of(part, self._group, self._vocabulary, self._layer)
 
     def _keeps_last(self, func: Callable[..., Any], made: Tensor, args: tuple[Any, ...]) -> bool:
-        """Whether a reshape leaves the last dimension alone."""
         if not made.dim() or made.shape[-1] != self._vocabulary:
             return False
         if func is not Tensor.__getitem__:
             return True
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        # None adds a dimension and uses none up. Tensors are left out of the search, because ``in``
+        # compares, and a tensor compares element by element.
         used = sum(entry is not None for entry in index)
         if Ellipsis in [entry for entry in index if not isinstance(entry, Tensor)]:
             return index[-1] is Ellipsis or index[-1] == slice(None)
@@ -313,6 +316,7 @@ class ShardedModel:
         """Make the modules compute with this worker's part of their parameters."""
         if self._is_installed:
             return
+        # On the instance, where it hides the class's forward; ``del`` shows that again.
         for module, forward in self._forwards:
             module.forward = forward
         if self._entry is not None:
@@ -361,6 +365,7 @@ class ShardedModel:
         return made
 
     def _row(self, module: Any, group: TensorGroup, input: Tensor) -> Tensor:
+        # Before the layer: dropout of its output is of whole values again, with a mask of its own.
         self._region.close()
         self._input.forget()
         if self._spreads:
@@ -373,6 +378,7 @@ def tensor_group(place: Place, groups: Sequence[Sequence[int]]) -> TensorGroup:
     own = TensorGroup(ranks=(place.rank,))
     for ranks in groups:
         if len(ranks) > 1:
+            # Also on those outside: torch makes a group by a collective of all workers.
             made = subgroup(place, ranks)
             if place.rank in ranks:
                 lane = list(ranks).index(place.rank)
