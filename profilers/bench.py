@@ -160,11 +160,9 @@ class Bench:
         }
 
     def _more_in_training(self, batch: Any, taken: dict[str, Any]) -> int:
-        """What a step of hetflow's takes more than the target's own, where its parts are known.
-
-        The runtime copies samples a pass ahead. It keeps a copy of each buffer, and one for each
-        virtual node of what passes change: batch norm's statistics. One virtual node is counted.
-        """
+        """What a step of hetflow's takes more than the target's own, where its parts are known."""
+        # The runtime copies samples a pass ahead. It keeps a copy of each buffer, and one for each
+        # virtual node of what passes change: batch norm's statistics. One virtual node is counted.
         if not taken:
             return 0
         from torch.nn.modules.batchnorm import _NormBase
@@ -207,15 +205,13 @@ class Bench:
         }
 
     def _workspace_ratio(self) -> float | None:
-        """Temporary bytes of an update over the weights that it updates, at most; None on a CPU.
-
-        All weights tell it where the optimizer takes them at once, and the largest one where it
-        takes one after another.
-        """
+        """Temporary bytes of an update over the weights that it updates, at most; None on a CPU."""
         if self.backend.is_host:
             return None
         given = [p for p in self.model.parameters() if p.grad is not None]
         found = []
+        # All weights tell it where the optimizer takes them at once (foreach), and the largest one
+        # where it takes one after another.
         for part in (given, sorted(given, key=lambda p: p.nbytes)[-1:]):
             kept = {id(p) for p in part}
             for parameter in given:
@@ -282,10 +278,8 @@ class Bench:
         return self.backend.beside_bytes(self._torch_device)
 
     def _warm_up(self, batch: Any) -> None:
-        """Whole steps, dropped: caches, kernel choices, and optimizer state for the peak.
-
-        The very first steps of a process are dearest, so it takes longer there.
-        """
+        """Whole steps, dropped: caches, kernel choices, and optimizer state for the peak."""
+        # The very first steps of a process are dearest, so it takes longer there.
         warm_up = _WARM_UP_SECONDS if self._is_warm else _FIRST_WARM_UP_SECONDS
         self._is_warm = True
         end = time.perf_counter() + warm_up

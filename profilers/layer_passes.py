@@ -313,16 +313,13 @@ def traced_rows(
 def _halves(
     bench: Bench, piece: LayerPiece, trained: list[Any], repeats: int, empty_seconds: float
 ) -> Row:
-    """Time the halves of a layer's backward pass, as zero-bubble schedules run them.
-
-    Their ratio is told, as one layer alone is too short to tell what both compute. Nothing is told
-    of a layer whose graph cannot be walked twice, or does not fit twice.
-    """
+    """Time the halves of a layer's backward pass, as zero-bubble schedules run them."""
     try:
         timed = [_timed_halves(bench, piece, trained) for _ in range(max(3, repeats // 4))]
-    except RuntimeError:
+    except RuntimeError:  # a graph that cannot be walked twice, or does not fit twice
         return {}
     first, second = (max(0.0, median(one) - empty_seconds) for one in zip(*timed, strict=True))
+    # Only their ratio: one layer alone is too short to tell what both compute.
     return {"input_gradient_share": first / (first + second) if first else 0.0}
 
 

@@ -166,15 +166,13 @@ def _by_export(bench: Bench, call: Call, reason: str) -> FoundLayers:
 
 
 def _check_answer(bench: Bench, layered: "LayeredModel", call: Call) -> None:
-    """What was traced must compute what the model does, and differentiate alike, at any size.
-
-    Raises:
-        TargetError: It does not, or fails.
-    """
+    """Refuse a trace that does not compute what the model does, or differentiate alike."""
     from ..runtime.pipeline.cut import cut
 
     part = cut(layered, [[layer.id for layer in layered.layers]])[0]
     _compare(bench, layered, part, call, "")
+    # Sizes that the trace has not seen: it may have taken the batch's size for a constant. One
+    # sample apart, as code often branches on it.
     for size in (_samples_in(call) + 1, 1):
         try:
             other = call_of(bench, bench.make_batch(size))

@@ -76,15 +76,13 @@ def fit_ring(
 def _fit(
     hops: float, share: float, message_bytes: Sequence[int], seconds: Sequence[float]
 ) -> LinkFit | None:
-    """Times of ``hops`` latencies and ``share`` of the bytes, by their relative errors.
-
-    Short messages then decide the latency as much as long ones the bandwidth.
-    """
+    """Times of ``hops`` latencies and ``share`` of the bytes, by their relative errors."""
     import numpy as np
 
     measured = np.asarray(seconds, dtype=np.float64)
     carried = share * np.asarray(message_bytes, dtype=np.float64)
-    # Rows are divided by their time, so that the residuals are relative errors.
+    # Rows are divided by their time, so that the residuals are relative errors: short messages then
+    # decide the latency as much as long ones the bandwidth. [sizes, 2]
     terms = np.stack([np.full_like(measured, hops), carried], axis=1) / measured[:, None]
     latency, seconds_per_byte = least_deviations(terms, np.ones(len(measured))).tolist()
     if seconds_per_byte * carried.max() < _LEAST_SHARE * measured.max():

@@ -578,13 +578,10 @@ def _around(off: Sequence[int], measured: Sequence[int], sizes: Sequence[int]) -
 
 
 def _doubtful(costs: LoopCosts, sizes: Sequence[int]) -> list[int]:
-    """Sizes that nobody has tried, between the largest that fitted and the first that did not.
-
-    The former is among them, so that one of them fits.
-    """
+    """Sizes that nobody has tried, from the largest that fitted to the first that did not."""
     limit, last = costs.out_of_memory_batch_size, costs.points[-1].batch_size
     between = [size for size in sizes if limit is not None and last < size < limit]
-    return [last, *between] if between else []
+    return [last, *between] if between else []  # with ``last``, so that one of them fits
 
 
 def _times(timing: RepeatTiming, ratio: float, error: float) -> RepeatTiming:

@@ -219,6 +219,7 @@ def _recorder() -> Any:
         ) -> Any:
             named = named or {}
             answer = function(*arguments, **named)
+            # Views and operators in place return an input's memory, which is no new one.
             held = {storage_key(tensor) for tensor in _tensors((arguments, named))}
             for tensor in _tensors(answer):
                 self._tally.allocated(tensor.untyped_storage(), held)
@@ -308,7 +309,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _bytes(tensor: Any) -> int:
-    """Of the tensor's values; an expanded one's lie in memory once."""
+    # An expanded tensor's values lie in memory once, so a dimension of stride 0 counts as 1.
     size: int = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
     return size
 
@@ -413,11 +414,9 @@ _IN_32_BITS = {
 
 @contextmanager
 def _autocast_as_on_gpus() -> Iterator[None]:
-    """Let an autocast of a GPU act on tensors without values, which are on the CPU.
-
-    A CPU's autocast does, with the types of the GPU's: products in 16 bits, the rest of the list in
-    32. Without this, an autocast in a step would be left out of the counts in silence.
-    """
+    """Let an autocast of a GPU act on tensors without values, which are on the CPU."""
+    # Else an autocast in a step would be left out of the counts in silence. A CPU's autocast acts,
+    # and is given the types of a GPU's: products in 16 bits, the rest of the list in 32.
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -448,11 +447,9 @@ def _autocast_as_on_gpus() -> Iterator[None]:
 
 @contextmanager
 def _experts_are_even() -> Iterator[None]:
-    """Count products of groups of rows, one for each expert, as of groups of one size.
-
-    How many rows a router sends to each expert depends on values. Evenly spread, a mixture's
-    product is one batched product, padded up to whole groups.
-    """
+    """Count products of groups of rows, one for each expert, as of groups of one size."""
+    # How many rows a router sends to each expert depends on values. Evenly spread, a mixture's
+    # product is one batched product, padded up to whole groups.
     from torch.nn import functional
     from torch.overrides import TorchFunctionMode
 
@@ -515,15 +512,13 @@ def _loaded(target: targets.Target, fake: Any) -> targets.Workload:
 
 @contextmanager
 def _convertible(fake: Any) -> Iterator[None]:
-    """Let a factory convert its model, as ``model.to(torch.bfloat16)`` does.
-
-    torch then swaps tensors, and refuses those that the fake mode's memory of conversions knows.
-    """
+    """Let a factory convert its model, as ``model.to(torch.bfloat16)`` does."""
     import torch
 
     swap: Any = torch.utils.swap_tensors
 
     def forgotten(one: Any, other: Any) -> None:
+        # torch swaps no tensor with weak references, and the mode's memo of conversions holds some.
         fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
         swap(one, other)
 
@@ -535,17 +530,14 @@ def _convertible(fake: Any) -> Iterator[None]:
 
 
 def _fake_weights(model: Any, fake: Any) -> None:
-    """Replace a model's parameters and buffers; those that are shared stay so.
-
-    Those of a model from ``hf.deferred()`` have shapes alone, and go to the host.
-    """
+    """Replace a model's parameters and buffers; those that are shared stay so."""
     import torch
 
     known: dict[int, Any] = {}
 
     def without_values(tensor: Any) -> Any:
         if id(tensor) not in known:
-            if tensor.is_meta:
+            if tensor.is_meta:  # from ``hf.deferred()``
                 made = torch.empty(tensor.shape, dtype=tensor.dtype, device=TORCH_DEVICE)
             else:
                 made = fake.from_tensor(tensor.detach())
@@ -563,12 +555,10 @@ def _fake_weights(model: Any, fake: Any) -> None:
 
 
 def _batches(target: targets.Target, make: Callable[[int], Any], size: int) -> Callable[[int], Any]:
-    """What makes batches: without values where that goes, else for real.
-
-    Random draws of ``make_batch`` need no more than to run for real; where its samples' values
-    matter too, they are of a workload that was built for real. What then fails is its own fault,
-    and is raised where the batch is asked for.
-    """
+    """What makes batches: without values where that goes, else for real."""
+    # Random draws of ``make_batch`` need no more than to run for real; where its samples' values
+    # matter too, they are of a workload that was built for real. What then fails is its own fault,
+    # and is raised where the batch is asked for.
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     def for_real(made: Callable[[int], Any], size: int) -> Any:
@@ -878,10 +868,7 @@ def _results(piece: LayerPiece, answer: Any) -> list[Any]:
 def _halves(
     piece: LayerPiece, trained: list[Any], ones: list[Any]
 ) -> tuple[tuple[Operator, ...], tuple[Operator, ...]] | None:
-    """The operators of the inputs' gradients and of the weights', as under zero-bubble schedules.
-
-    None for a layer whose graph cannot be walked twice, which such schedules cannot run.
-    """
+    """The operators of both halves of a backward pass; None if its graph cannot be walked twice."""
     import torch
 
     from ..runtime.pipeline.stage import backward_input

@@ -477,10 +477,8 @@ def _passes(steps: Sequence[_Step]) -> dict[int, Passes]:
 
 
 def _reduction(trials: Sequence[Trial], steps: Sequence[Sequence[_Step]]) -> RepeatTiming | None:
-    """Seconds that a replica waits for gradients at a step's end, without a step's small sums.
-
-    A worker's own wait, stragglers included: the passes beside it are a worker's own too.
-    """
+    """Seconds that a replica waits for gradients at a step's end, without a step's small sums."""
+    # A worker's own wait, stragglers included: the passes beside it are a worker's own too.
     waits: list[float] = []
     sums: list[float] = []
     for trial, made in zip(trials, steps, strict=False):
@@ -566,12 +564,8 @@ def _rehearse(
 
 
 def _beyond_passes(passing: Sequence[int], held: Sequence[int | None]) -> list[int]:
-    """[workers] what each held free beyond its stage's passes, where that is known.
-
-    Args:
-        passing: [stages] from ``KnownCosts.passing_bytes``; one stage is on all workers.
-        held: [workers] free memory that was not the system's.
-    """
+    """[workers] what each held free beyond its stage's passes, where that is known."""
+    # [stages], of which one is on all workers.
     of_worker = passing if len(passing) == len(held) else [*passing] * len(held)
     return [
         max(0, free - own) for own, free in zip(of_worker, held, strict=True) if free is not None

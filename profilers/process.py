@@ -435,13 +435,11 @@ class Measurer:
             raise
 
     def _explained(self, death: ChildDied) -> Exception:
-        """Running out of memory where the death looks like it, else the model's own fault.
-
-        After a size that fitted, dying of a signal at a larger one is running out of memory: not
-        every library checks what an allocation answers.
-        """
+        """Running out of memory where the death looks like it, else the model's own fault."""
         by_signal = death.code < 0
-        killed = death.code == -signal.SIGKILL
+        killed = death.code == -signal.SIGKILL  # by the kernel, as a rule
+        # After a size that fitted, dying of a signal at a larger one is running out of memory: not
+        # every library checks what an allocation answers.
         if killed or says_out_of_memory(death.said) or (by_signal and self._measured_any):
             self.death = death.how
             return MemoryError()

@@ -155,12 +155,10 @@ def _with_links_between(
     options: ProfileOptions,
     progress: Progress,
 ) -> tuple[Profile, ...]:
-    """Add the links between every two types that were asked for and are real.
-
-    Emulated types of one device have its own link, so nothing is between them.
-    """
+    """Add the links between every two types that were asked for and are real."""
     found: list[list[TypeLink]] = [[] for _ in profiles]
     notes: list[dict[str, Any]] = [{} for _ in profiles]
+    # Emulated types are one device, whose own link is measured already.
     real = [index for index, request in enumerate(requests) if request.speed is None]
     for first, second in combinations(real, 2):
         names = (profiles[first].device_type, profiles[second].device_type)
@@ -375,20 +373,16 @@ def _fitting(curve: Curve, costs: LoopCosts) -> Curve:
 
 
 def _group_workspace(curve: Curve, aside: int, busy: Busy) -> int | None:
-    """What synchronising takes beside a worker's own step; None where it was not measured.
-
-    The most over sizes: sums under way and threads' memory do not grow with the batch.
-    """
+    """What synchronising takes beside a worker's own step; None where it was not measured."""
+    # The most over sizes: sums under way and threads' memory do not grow with the batch.
     alone = {result.batch_size: result.peak_memory_bytes + aside for result in curve.results}
     more = [peak - alone[size] for size, peak in busy.peak_bytes.items() if size in alone]
     return max(0, *more) if more else None
 
 
 def _beside_tensors(curve: Curve, busy: Busy) -> BesideTensors | None:
-    """What no peak counts; None where peaks count the whole process.
-
-    Of a worker alone the most over sizes: the driver loads kernels when they are first used.
-    """
+    """What no peak counts; None where peaks count the whole process."""
+    # The most over sizes: the driver loads kernels when they are first used.
     alone = [r.beside_bytes for r in curve.results if r.beside_bytes is not None]
     if not alone:
         return None

@@ -107,10 +107,7 @@ def _without_cache(value: Any) -> Any:
 
 
 class _OnCopiesOfBuffers:
-    """The second forward pass changes no buffers, such as spectral norm's: it has copies.
-
-    It is entered again where a graph goes back twice.
-    """
+    """The second forward pass changes no buffers, such as spectral norm's: it has copies."""
 
     def __init__(self, layer: nn.Module) -> None:
         self._modules = list(layer.modules())

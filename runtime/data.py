@@ -433,11 +433,7 @@ class _SeenContext(ForkContext):
 
 
 def _fork() -> int:
-    """Call ``os.fork``; fork again where a child does not report in time.
-
-    Raises:
-        OSError: No child started.
-    """
+    """Call ``os.fork``; fork again where a child does not report in time."""
     for _ in range(ATTEMPTS):
         reading, writing = os.pipe()
         pid = os.fork()

@@ -164,11 +164,9 @@ def part(session: Session) -> None:
 
 
 def _meet(place: Place) -> None:
-    """Wait in the store until all workers are done.
-
-    A collective is safe only then, because a worker may have left early. The store is asked and
-    not the group, since a worker that is in another collective would answer that one.
-    """
+    """Wait in the store until all workers are done."""
+    # A collective is safe only then, because a worker may have left early. The store is asked and
+    # not the group, since a worker that is in another collective would answer that one.
     assert place.store is not None
     signs = [f"finished/{rank}" for rank in range(place.world_size)]
     place.store.set(signs[place.rank], "1")

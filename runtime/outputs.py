@@ -78,11 +78,7 @@ def in_order(
 def _delivered(
     message: Message | None, holder: int, place: Place, *, on_all: bool
 ) -> Message | None:
-    """Send a pass's outputs from the worker that ran it to the main worker, or to all.
-
-    Returns:
-        The outputs; None on workers that do not want them.
-    """
+    """Send a pass's outputs from the worker that ran it to the main worker, or to all."""
     if not on_all and (holder == 0 or place.rank not in (0, holder)):
         return message
     on_wire = wire_device(place.device)

@@ -477,10 +477,8 @@ def _order_of(place: Place) -> NodeOrder | None:
 
 
 def _num_sums(session: Session, *, has_buffers: bool) -> int:
-    """How many numbers the step's sums are, if they travel with gradients, else 0.
-
-    They travel alone, or with mirrored buffers, where others may continue from these.
-    """
+    """How many numbers the step's sums are, if they travel with gradients, else 0."""
+    # They travel alone, or with mirrored buffers, where others may continue from these.
     place = session.place
     on_host = backend_of(place.device).is_host
     # Workers on unlike kinds of devices: some may be hosts, and others not.

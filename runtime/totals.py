@@ -645,7 +645,6 @@ class StepTotals:
         self._late.forget()
 
     def _own_sums(self) -> Tensor:
-        """``_own_numbers`` as a tensor on this worker's device."""
         numbers = self._own_numbers()
         on_device = {n: value for n, value in enumerate(numbers) if isinstance(value, Tensor)}
         host = [0.0 if isinstance(value, Tensor) else value for value in numbers]
@@ -655,10 +654,7 @@ class StepTotals:
         return sums
 
     def _own_numbers(self) -> list[Any]:
-        """[flags, settings, losses * weights, weights, extra, used parameters] of this worker.
-
-        ``extra`` holds numbers that other modules sum along with the step.
-        """
+        """[flags, settings, losses * weights, weights, extra, used parameters] of this worker."""
         _, unused, distributed = self._note_step()
         used = [1.0] * (self._reducer.num_parameters if distributed else 0)
         nodes = self._num_nodes
@@ -734,13 +730,9 @@ class StepTotals:
         return mean
 
     def _looked_at(self, weights: Sequence[float]) -> float:
-        """The sum of weights that the host has just learned.
-
-        Raises:
-            TargetError: A weight is wrong, or a pass of weight 0 on a device, which could not be
-                left out, has spoilt the parameters.
-        """
+        """The sum of weights that the host has just learned; refuses wrong ones."""
         total = float(sum(map(weight_number, weights)))
+        # A pass of weight 0 on a device could not be left out, and may have spoilt the parameters.
         if self._keeps_weights and not all(weights) and not self._reducer.is_finite():
             raise TargetError(
                 "parameters are no numbers after a step in which a pass had weight 0: its loss is "

@@ -217,10 +217,8 @@ def _where(error: HetflowError) -> str:
 
 
 def _print(error: BaseException) -> None:
-    """Print the script's own traceback as Python does, without the frames of this module.
-
-    A worker that only lost its peers prints one line: the failed worker tells the cause.
-    """
+    """Print the script's own traceback as Python does, without the frames of this module."""
+    # A worker that only lost its peers prints one line: the failed worker tells the cause.
     if os.environ.get(FAILURE) and is_lost_peer(error):
         rank = os.environ.get("RANK")
         sys.stderr.write(f"hetflow: worker {rank} stops: it lost another worker\n")

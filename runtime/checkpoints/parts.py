@@ -156,18 +156,12 @@ def reader(wanted: Wanted | None = None) -> Callable[[Path], Checkpoint]:
 
 
 def _parts_of(path: Path) -> list[Path]:
-    """The folders of all parts, in order; an empty list where the checkpoint is whole.
-
-    Where parts in two numbers are there, a run with another plan has written this step again,
-    because it could not use what it found. The set that was written last is taken.
-
-    Raises:
-        BrokenCheckpoint: Some parts are missing, or no set was written last.
-    """
+    """The folders of all parts, in order; an empty list where the checkpoint is whole."""
     numbers = _numbers(path)
     complete = [_set_of(path, total) for total in numbers if len(numbers[total]) == total]
     if complete:
-        # A set is as new as its last part: that is when it became complete.
+        # With parts in two numbers, a run with another plan has written this step again, because it
+        # could not use what it found. A set is as new as its last part, which completed it.
         times = [max(map(_written, parts)) for parts in complete]
         if times.count(max(times)) > 1:
             totals = " and of ".join(str(len(parts)) for parts in sorted(complete, key=len))

@@ -281,15 +281,13 @@ class _Run:
             raise _Interrupted
 
     def _watch_end(self) -> None:
-        """The scripts of this host have ended: a signal asks the other hosts, and is over here.
-
-        But the end itself may hang; so after a signal it has the grace time, too.
-        """
+        """The scripts of this host have ended: a signal asks the other hosts, and is over here."""
         if self._signals.received is None:
             return
         if self._ended_after is None:
             self._ended_after = time.monotonic()
             self._hosts.tell_stop(self._signals.received)
+        # The end itself may hang; so after a signal it has the grace time, too.
         if time.monotonic() - self._ended_after > self._request.grace_seconds:
             raise _Interrupted
 
@@ -312,10 +310,7 @@ class _Run:
         return None
 
     def _stop(self, number: int) -> Failure | None:
-        """End for a signal, here or on another host; after a checkpoint, if it leaves the time.
-
-        None where the scripts have ended before they could obey: the launch is done, then.
-        """
+        """End for a signal, here or on another host; after a checkpoint, if it leaves the time."""
         request, signals = self._request, self._signals
         if number == signal.SIGTERM and request.checkpoint is not None:
             if signals.received is not None:
@@ -324,7 +319,7 @@ class _Run:
             # that was not told would take their leaving for a failure.
             count, until = signals.count, time.monotonic() + request.grace_seconds
             self._workers.let_save(signals, request.grace_seconds)
-            if self._workers.have_ended():
+            if self._workers.have_ended():  # before they could obey: the launch is done
                 return None
             detail = self._workers.left_badly()
             self._hosts.wait_until_saved(lambda: signals.count == count, until)

@@ -292,12 +292,7 @@ class Generations(Supervisor):
             self._announce(change)
 
     def _announce(self, change: Change) -> None:
-        """Tell all workers, running and joining ones, of the next mapping.
-
-        Each joining worker gets the state from a donor, the staying workers in turn. If no worker
-        stays, the first one meets the joining workers once, and leaves; where workers share states,
-        all who leave do.
-        """
+        """Tell all workers, running and joining ones, of the next mapping."""
         # The point of no return: until here a change can be given up, and no running worker has
         # heard of it. From here on a failure breaks the generation off, because some workers may
         # have changed already.
@@ -313,6 +308,8 @@ class Generations(Supervisor):
             ranks=change.ranks,
             # In turn, so that no giver's link carries the state more often than it must.
             donors={name: givers[n % len(givers)] for n, name in enumerate(change.joining)},
+            # Who leaves meets the joining ones once: all of them where each holds a share of the
+            # states, else one where nobody stays to give them.
             guests=change.leaving if shares else () if staying else tuple(givers),
         )
         self._tell([*self._ranks, *change.joining], message)

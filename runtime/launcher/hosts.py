@@ -193,14 +193,9 @@ class SeveralHosts:
         return [self._config.workers[rank] for rank in mine], meeting
 
     def _connect(self, watch: Watch) -> Any:
-        """Join node 0's store.
-
-        Another thread does it: torch cannot be interrupted while it waits for an answer, which
-        never comes where another program listens on the port.
-
-        Raises:
-            LaunchError: The name is unknown, or no rendezvous answered in time.
-        """
+        """Join node 0's store; LaunchError for an unknown name, or if no rendezvous answered."""
+        # Another thread does it: torch cannot be interrupted while it waits for an answer, which
+        # never comes where another program listens on the port.
         place, said = self._place, [f"nothing listens on {self._endpoint}"]
         found: list[Any] = []
         try:

@@ -68,10 +68,8 @@ def spread(
 
 
 def _filled_bytes(config: LaunchConfig) -> dict[int, int]:
-    """Virtual node -> what the worker that runs it fills of its device; 0 if that is not known.
-
-    A worker's passes follow each other in the same memory, of much the same bytes on every type.
-    """
+    """Virtual node -> what the worker that runs it fills of its device; 0 if that is not known."""
+    # A worker's passes follow each other in the same memory, of much the same bytes on every type.
     return {
         node.index: slot.memory_bytes or 0 for slot in config.workers for node in slot.virtual_nodes
     }
@@ -94,18 +92,16 @@ def _runs(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
 
 
 def _cut(ends: Sequence[int], costs: Sequence[float], limit: float) -> list[int] | None:
-    """Runs of at least one node with no device above the limit; None where there are none.
-
-    ``before[d][q]``: where device d's run may begin if it ends at node q. O(N D) for N nodes
-    and D devices.
-    """
+    """Runs of at least one node with no device above the limit; None where there are none."""
     last = len(ends) - 1
+    # before[d][q]: where device d's run may begin if it ends at node q. Starts come in ascending
+    # order, and each end is noted once, so all is O(N D) for N nodes and D devices.
     before: list[dict[int, int]] = []
     reached = [0]
     for cost in costs:
         starts: dict[int, int] = {}
         for start in reached:
-            most = ends[start] + limit * (1 + 1e-12) / cost
+            most = ends[start] + limit * (1 + 1e-12) / cost  # the limit too, in spite of rounding
             first = max(start, max(starts, default=start)) + 1
             for end in range(first, bisect_right(ends, most)):
                 starts[end] = start

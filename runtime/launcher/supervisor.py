@@ -360,7 +360,6 @@ class Supervisor(ABC):
         return {next(self._fresh): slot.rank for slot in config.workers}
 
     def _here(self) -> dict[str, int]:
-        """The workers of this host."""
         if self._launched.request.rendezvous is None:
             return self._ranks
         own = {slot.rank for slot in self._launched.slots}

@@ -448,10 +448,7 @@ class Workers:
         return name in self._processes and self._code(name) == 0
 
     def _code(self, name: str) -> int | None:
-        """A worker's exit code; None while it is there.
-
-        A signal that ends it when it has nothing left to do changes nothing.
-        """
+        """A worker's exit code; None while it is there."""
         code = self._processes[name].poll()
         # Between its last act and its exit a worker may still be killed (by a scheduler that ends
         # the job, say). Everything was saved by then, so the launch has not failed.

@@ -506,11 +506,9 @@ class PipelineEngine:
     def _parts(
         self, *, evaluates: bool = False
     ) -> tuple[list[StageModule], Callable[[Mapping[str, Any]], None]]:
-        """The model's stages and a check of its calls; parameters return to their places after.
-
-        A parallel plan of one stage needs no graph, so its model need not be traceable.
-        """
+        """The model's stages and a check of its calls; parameters return to their places after."""
         session, work = self._session, self._work
+        # One stage needs no graph, so its model need not be traceable.
         if work.is_tensor_parallel and len(work.stages) == 1:
             return [whole(session.model)], any_call
         with shapes_on(session.device, session.model, self._whole_shapes):
@@ -657,11 +655,7 @@ class PipelineEngine:
                 ) from None
 
     def _check_rounds(self, num_samples: int) -> None:
-        """Refuse a batch that gives replicas unequal numbers of microbatches if they share weights.
-
-        Raises:
-            TargetError: It does.
-        """
+        """Refuse a batch that gives replicas that share weights unlike numbers of microbatches."""
         num_replicas = len(self._work.stages[0].replicas)
         if (
             self._shares is not None

@@ -260,14 +260,12 @@ class Columns:
         return torch.stack(found)
 
     def _places(self) -> list[list[int]]:
-        """[parts, parameters] the column of each parameter's part; a zero one where it has fewer.
-
-        The zero column follows all others.
-        """
+        """[parts, parameters] the column of each parameter's part; zeros where it has fewer."""
         of_parameter: list[list[int]] = [[] for _ in range(self._num_parameters)]
         for column, (index, _) in enumerate(self._columns):
             of_parameter[index].append(column)
         most = max(map(len, of_parameter))
+        # The zero column follows all others.
         padded = [places + [len(self)] * (most - len(places)) for places in of_parameter]
         return [list(places) for places in zip(*padded, strict=True)]
 

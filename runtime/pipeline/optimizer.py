@@ -87,10 +87,8 @@ def keepers_of(
 
 
 def _replicas(ownership: Ownership, name: str) -> list[list[Holders]]:
-    """The replicas of a parameter that are cut alike, by the number of parts.
-
-    The parts of one replica stay together: a checkpoint joins them within their group.
-    """
+    """The replicas of a parameter that are cut alike, by the number of parts."""
+    # The parts of one replica stay together: a checkpoint joins them within their group.
     lanes = ownership.lanes
     by_parts: dict[int, list[Holders]] = {}
     for rank in ownership.holders[name]:
@@ -500,10 +498,8 @@ class StageState:
         return found
 
     def _joined(self, name: str, value: Any) -> Any:
-        """Join a parameter, or an optimizer's state of it. Call it on all workers of a group.
-
-        Parts are joined on the host, so no device needs memory for the whole tensor.
-        """
+        """Join a parameter, or an optimizer's state of it. Call it on all workers of a group."""
+        # Parts are joined on the host, so no device needs memory for the whole tensor.
         ownership = self._ownership
         lanes, shape = ownership.lanes, ownership.whole_shape(name)
         if name not in ownership.cut or not isinstance(value, Tensor):

@@ -368,10 +368,8 @@ def shapes_on(
 
 
 def _show_shapes(buffers: Sequence[Buffer], device: torch.device) -> None:
-    """Put tensors of the buffers' shapes in their places, all in one memory of the largest's size.
-
-    Code that views a buffer needs its strides too.
-    """
+    """Put tensors of the buffers' shapes in their places, all in memory of the largest's size."""
+    # With their strides too, which code that views a buffer needs.
     layouts = {id(b): torch.empty_like(b, device="meta") for _, _, b in buffers}
     room: dict[torch.dtype, int] = {}
     for layout in layouts.values():

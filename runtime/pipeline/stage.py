@@ -106,6 +106,8 @@ def backward_input(
     if not above.nodes:
         return (None,) * len(inputs), None
     starts = {node: _Start(node, found) for node, found in above.starts()}
+    # A result that depends on weights but on no input is not reached by the first half: its given
+    # gradient is noted here, at its place among the operator's results.
     for edge, gradient in zip(edges, gradients or (), strict=False):
         if edge.node not in above.nodes and above.weights[edge.node]:
             own = starts.setdefault(edge.node, _Start(edge.node, above.weights[edge.node]))
@@ -148,6 +150,7 @@ class _Above:
 
 def _leaves_first(roots: Sequence[Node]) -> Iterator[Node]:
     """Each operator of a graph once, after all that it leads to."""
+    # With a stack of its own: a graph of thousands of operators in a row exceeds Python's.
     seen: set[Node] = set()
     stack = [(root, False) for root in roots]
     while stack:
@@ -162,6 +165,8 @@ def _leaves_first(roots: Sequence[Node]) -> Iterator[Node]:
 
 def _grouped(starts: Sequence[_Start]) -> tuple[tuple[_Start, ...], ...]:
     """The nodes, with those that lead to the same weights together."""
+    # One backward call for each group: a call adds to the ``grad`` of all weights that it reaches,
+    # so a weight that two calls reach would get its gradient in two sums.
     groups: list[tuple[set[Tensor], list[_Start]]] = []
     for start in starts:
         weights, members = set(start.weights), [start]
@@ -609,10 +614,7 @@ def parameters_of(stages: "list[StageModule]") -> list[set[nn.Parameter]]:
 
 
 class _KeptBuffers:
-    """Restores batch-norm's statistics after a recomputation, which would count them twice.
-
-    Enter it once for each recomputation: a backward pass in two halves recomputes twice.
-    """
+    """Restores batch-norm's statistics after a recomputation, which would count them twice."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules

@@ -294,11 +294,8 @@ class Synchroniser:
         return loss
 
     def _tell_hosts(self, known: set[float]) -> tuple[Tensor, NormTable | None]:
-        """Sum gradients; then let the hosts send each other all numbers of the step.
-
-        Returns:
-            [] the mean loss; and a table with the norms ``known``, if workers lack parameters.
-        """
+        """Sum gradients; then tell all numbers: the mean loss [], and norms if parameters lack."""
+        # Gradients first: the norms are of their sums.
         self.replica_sums.finish()
         own = self._write_own()
         if self._tells:
@@ -312,6 +309,8 @@ class Synchroniser:
         """Tell as ``_tell_hosts``; losses and norms are summed on devices, and no host waits."""
         assert self._on_device is not None
         self._write_own()[_HEAD:] = self._used_here()
+        # The hosts' numbers travel while devices still compute. They say which parameters have a
+        # gradient anywhere, without which ``finish`` cannot settle the buckets.
         self._exchange.start()
         self.replica_sums.finish()
         sums = self._sums_of_hosts()
@@ -410,10 +409,7 @@ class Synchroniser:
         return [(loss, own) for loss, own, _ in self._losses if isinstance(loss, Tensor)]
 
     def _loss_sums(self) -> list[float]:
-        """[4] losses * weights, weights, number of losses with a weight, and whether to stop.
-
-        The first is 0 where losses stay on the devices.
-        """
+        """[4] losses * weights, weights, number of losses with a weight, and whether to stop."""
         sums = [0.0] * _NUM_SUMS
         sums[_STOP] = float(self.wants_stop)
         if not self._losses or not self._tells_loss:

@@ -244,11 +244,9 @@ def _value_in(root: nn.Module, name: str) -> Any:
 
 
 def _restore_modules(model: nn.Module, graph: fx.Graph) -> None:
-    """Call the model's own modules again where operators would not do.
-
-    These are layers that a tensor-parallel group shares, and norms, whose operators would update
-    running statistics.
-    """
+    """Call the model's own modules again where operators would not do."""
+    # These are layers that a tensor-parallel group shares, and norms, whose operators would update
+    # running statistics.
     for node in list(graph.nodes):
         call = _leaf_call(model, node) if node.op == "call_function" else None
         if call is None:
@@ -376,11 +374,9 @@ def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel
 
 
 def _unpack_at_once(model: nn.Module, graph: fx.Graph, shared: Collection[fx.Node]) -> None:
-    """Unpack a tensor (``q, k, v = x``) by one ``unbind``, as torch does without a trace.
-
-    torch.fx indexes it once for each part. The backward pass of an index fills a gradient of the
-    whole with zeros, so those of all parts were filled, written and added.
-    """
+    """Unpack a tensor (``q, k, v = x``) by one ``unbind``, as torch does without a trace."""
+    # torch.fx indexes it once for each part. The backward pass of an index fills a gradient of the
+    # whole with zeros, so those of all parts were filled, written and added.
     for node in list(graph.nodes):
         following, parts = node.next, list[fx.Node]()
         while following.target is operator.getitem and following.args == (node, len(parts)):

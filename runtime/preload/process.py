@@ -291,12 +291,10 @@ def _place(descriptors: list[int], numbers: list[int], kept: int) -> int:
 
 
 def _leave_inherited_libraries() -> None:
-    """Let the process end without the exit handlers of libraries that it was forked with.
-
-    They give back memory that goes with the process anyway: torch's take longer than a short
-    program, as each page is copied first. Libraries that the program itself loads registered their
-    handlers later than this, so these run, before it. What C has buffered is written.
-    """
+    """Let the process end without the exit handlers of libraries that it was forked with."""
+    # They give back memory that goes with the process anyway: torch's take longer than a short
+    # program, as each page is copied first. Libraries that the program itself loads register their
+    # handlers later than this, so these run, before it. What C has buffered is written.
     libc = ctypes.CDLL(None)
     # Where one was put before all others, as tools that measure are, it writes its results then.
     if os.environ.get("LD_PRELOAD") or not hasattr(libc, "on_exit"):
@@ -316,11 +314,9 @@ class _Kept:
 
 
 def _leave_inherited_modules() -> None:
-    """Let the process end without taking apart the modules that it was forked with.
-
-    It would copy each of their pages first, which takes longer than a short program. The program's
-    own modules, ``__main__`` first, are taken apart as ever.
-    """
+    """Let the process end without taking apart the modules that it was forked with."""
+    # It would copy each of their pages first, which takes longer than a short program. The
+    # program's own modules, ``__main__`` first, are taken apart as ever.
     if BOUND_BY_NANOBIND in sys.modules:
         return
     kept = {name: m for name, m in sys.modules.items() if name not in ("sys", "builtins")}

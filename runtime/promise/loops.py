@@ -149,11 +149,9 @@ class LoopLosses:
 
 
 def _dims_of(recorded: Slice, inputs: set[int], num_samples: int) -> dict[int, int]:
-    """Id of each tensor that holds samples -> its dimension of them.
-
-    Those are what the part gave, what the model returned, and what was drawn. A constant may have
-    as many entries as there are samples.
-    """
+    """Id of each tensor that holds samples -> its dimension of them."""
+    # What the part gave, what the model returned, and what was drawn; and nothing else, because a
+    # constant may have as many entries as there are samples.
     leaves = [recorded.leaves[number] for number in inputs & recorded.leaves.keys()]
     dims = {id(leaf): 0 for leaf in leaves if leaf.dim() and len(leaf) == num_samples}
     drawn = [tensor for operator in recorded.operators for tensor in operator.drawn or ()]

@@ -330,11 +330,7 @@ class LossTrial:
             raise _unable(len(rows), error) from error
 
     def _alone(self, single: tuple[int, int]) -> CallAnswer:
-        """Call the function on one sample, twice.
-
-        Raises:
-            TargetError: The loss depends on how often the function was called before.
-        """
+        """Call the function on one sample, twice: its loss must not depend on earlier calls."""
         checking = self._answers.checking(range(*single), self._rounding())
         first = self._part(single, checking, leaves=True)
         self._check_same(first, self._part(single, nullcontext()))
@@ -366,10 +362,8 @@ class LossTrial:
         )
 
     def _check_repeated(self, verdict: "Comparison", batch_samples: int) -> None:
-        """Compare the loss with that of the same samples repeated, as many as the batch has.
-
-        So a loss shows that chooses samples where there are many, as ``topk(min(64, len(x)))``.
-        """
+        """Compare the loss with that of the same samples repeated, as many as the batch has."""
+        # So a loss shows that chooses samples where there are many, as ``topk(min(64, len(x)))``.
         number, inputs = self._num_samples, self._inputs[0, self._num_samples]
         leaves = tree_leaves(inputs)
         if not all(has_rows(leaf, number) or isinstance(leaf, _PLAIN) for leaf in leaves):

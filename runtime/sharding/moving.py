@@ -69,16 +69,9 @@ def _move(
     cuts: Sequence[int],
     with_gradient: Sequence[int],
 ) -> None:
-    """Move a vector of weights, and what belongs to it.
-
-    Args:
-        flat: The vector.
-        states: [optimizers] state by parameter.
-        passage: Its way.
-        cuts: Where it is cut from now on.
-        with_gradient: Its members that have a gradient.
-    """
+    """Move a vector of weights, its optimizers' states and its gradients to new cuts."""
     parameters = [parameter for _, parameter in flat.members]
+    # Who has a gradient is agreed by all: a worker without one sends zeros, in its place.
     gradients = {
         parameters[n]: {"": torch.zeros_like(parameters[n]) if grad is None else grad}
         for n, grad in ((n, parameters[n].grad) for n in with_gradient)
