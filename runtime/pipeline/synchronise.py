@@ -290,7 +290,10 @@ class Synchroniser:
             if self.checks_overflow:
                 self.is_finite = table.is_finite
             table.multiply(scale)
-            self._stand_in(table, known, adds=head[_ADDS] > 0)
+            # Scaled norms are the norms of scaled gradients but for rounding. A worker's own
+            # gradients give the latter, so the stages of a tied weight would clip it unlike.
+            is_rounded = scale != 1 and bool(ownership.tied)
+            self._stand_in(table, known, has_changed=head[_ADDS] > 0 or is_rounded)
         return loss
 
     def _tell_hosts(self, known: set[float]) -> tuple[Tensor, NormTable | None]:
@@ -326,13 +329,13 @@ class Synchroniser:
             self._summed = self._exchange.sum()
         return self._summed
 
-    def _stand_in(self, table: NormTable, known: set[float], *, adds: bool) -> None:
+    def _stand_in(self, table: NormTable, known: set[float], *, has_changed: bool) -> None:
         """Put stand-ins with the norms of other workers' gradients in place."""
         # All workers answer later questions together, so each needs a stand-in.
         all_ask = all(any(table.used[index] for index in asks) for asks in self._asks_of)
         if not all_ask and known != set(NORMS):
             table, known = self._tell(NORMS), set(NORMS)
-        elif adds:
+        elif has_changed:
             table = self._tell(known)
         if not all_ask:
             self._norms.wanted = set(NORMS)
