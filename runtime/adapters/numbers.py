@@ -241,6 +241,8 @@ class ScriptStep:
                 "kind of, and workers share states",
                 hint="log it from the first batch on; or solve without " + option("shard"),
             )
+        if sharing is not None:
+            sharing.whole()  # the function may call a part of the model, which would not ask
         most = _MOST_AGAIN if self._num_tries else _MOST_SAMPLES
         self._num_tries += 1
         answers = self._training.exchanged(self._tried(call, batch, most))

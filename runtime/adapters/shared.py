@@ -306,8 +306,10 @@ class SharedModels:
             reached: Models that the backward pass went through; others may go back later.
         """
         met = [model for model in self._models if model.runs and model.module in reached]
-        for model in met or self._models:
-            model.end()
+        # No part of a loss; and a replay would begin with memory that layers have let go.
+        with self._training.losses.paused():
+            for model in met or self._models:
+                model.end()
 
     def clears(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Note that the script clears gradients; whether that is done: a step of theirs is open."""

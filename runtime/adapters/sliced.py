@@ -230,7 +230,7 @@ def _set(function: Any, origin: Origin | None, self: Tensor, value: Any) -> Any:
         value = origin.of(origin.cut(value).clone())
     if name == "grad":
         return function(self, value)
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():
         self.detach().copy_(value)
     return None
 
@@ -280,7 +280,8 @@ def _write(function: Any, name: str, args: Any, kwargs: Any) -> Any:
         made, wholes = _read(function, args, kwargs)
         for target, origin in zip(targets, origins, strict=True):
             if origin is not None:
-                target.detach().copy_(origin.cut(wholes[id(target)]))
+                with _disable_current_modes():
+                    target.detach().copy_(origin.cut(wholes[id(target)]))
     return first if writes and made is not None else made
 
 

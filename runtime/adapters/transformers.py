@@ -608,8 +608,8 @@ def _tried(self: Any, model: Any, inputs: Any, num_items: Any, current: Training
             loss: Tensor = self.compute_loss(
                 bare, self._prepare_inputs(dict(part)), num_items_in_batch=num_items
             )
+            slope = slope_of("", loss, bare.parameters())  # may run parts of the model again
         dtypes.add(loss.dtype)
-        slope = slope_of("", loss, bare.parameters())
         value, size = (sum(found.values(), 0.0) for found in (slope.numbers, slope.scales))
         divisors = [float(divisor) for divisor in divisors_of(loss)]
         read = [
