@@ -309,7 +309,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def _bytes(tensor: Any) -> int:
-    # An expanded tensor's values lie in memory once, so a dimension of stride 0 counts as 1.
+    # An expanded tensor shows its storage's values several times; they lie in memory once.
     size: int = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
     return size
 

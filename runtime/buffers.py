@@ -168,6 +168,8 @@ class VirtualNodeBuffers:
                 continue
             current = slot.current()
             current = current.detach() if current.requires_grad else current
+            # The pass wrote into the shared value: that becomes this node's own, and the others get
+            # a new one. A copy is so made only for a node's first change, never for each step.
             if slot.left is slot.shared and current.data_ptr() == slot.shared.data_ptr():
                 slot.shared = slot.base.clone()
             slot.own[node] = current
@@ -204,6 +206,8 @@ class VirtualNodeBuffers:
         if not self.slots:
             return {"base": dict(self._model.named_buffers()), "nodes": []}
         nodes = []
+        # A broadcast for each node, of all its buffers as bytes. Who does not hold the node sends
+        # nothing, but has a vector of the right length to receive into.
         for node, holder in enumerate(holders):
             packed = torch.cat([byte_view(slot.value_of(node)) for slot in self.slots])
             if distributed:
@@ -268,12 +272,15 @@ class VirtualNodeBuffers:
         if all_reduce is not None:
             # Each row has one worker's values and zeros from the others: exact in any order.
             all_reduce(rows)
+        # In order of nodes and not of workers: the same bits whoever runs them.
         mean, total = torch.zeros_like(rows[0]), sum(self._batch_sizes)
         for row, size in zip(rows, self._batch_sizes, strict=True):
             mean += row * (size / total)
         return mean.to(slot.base.dtype).reshape(slot.base.shape)
 
     def _of_first_node(self, slot: BufferSlot, all_reduce: AllReduce | None) -> Tensor:
+        # Counters and flags have no mean. Node 0's value reaches all by a sum with zeros, in a type
+        # that every library sums.
         real = torch.view_as_real(slot.base) if slot.base.is_complex() else slot.base
         wide = torch.float64 if slot.base.is_complex() else torch.int64
         value = torch.zeros_like(real, dtype=wide)

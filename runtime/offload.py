@@ -54,6 +54,8 @@ class Lane:
 
     def get(self, held: list[Any]) -> tuple[list[Tensor], Any]:
         """Copy back what ``put`` gave: the vectors, and their arrival."""
+        # Taken on the computing stream, which frees them: the side stream waits for it
+        # (``_beside``) before it writes.
         rooms = [torch.empty(len(one), dtype=one.dtype, device=self._device) for one in held]
         pairs = list(zip(rooms, held, strict=True))
         return self._beside(lambda: [room.copy_(one, non_blocking=True) for room, one in pairs])
@@ -126,9 +128,12 @@ class Stash:
         """Take a tensor from autograd; some are given back as they are."""
         if self._stays(tensor):
             return tensor if tensor.is_leaf else tensor.detach()  # an output would hold itself
+        # By storage, because a layer saves several views of one; the version tells values apart
+        # that were written over each other.
         key = storage_key(tensor), tensor._version
         saved = self._saved.get(key)
         if saved is None:
+            # The whole storage, as a vector: each part then finds its view in it.
             number = tensor.untyped_storage().nbytes() // tensor.element_size()
             saved = _Saved(self, tensor.detach().as_strided((number,), (1,), 0))
             self._saved[key] = saved
@@ -154,6 +159,7 @@ class Stash:
         stash = packed.saved.stash
         stash.fetch()
         stash.settle()
+        # The backward pass comes to the layer before next: its copies run beside this layer's.
         before = stash._before()
         if before is not None:
             before.fetch()
@@ -169,6 +175,8 @@ class Stash:
         copies, self._arrival = self._lane.put([one.values for one in saved])
         for one, held in zip(saved, copies, strict=True):
             one.held = held
+        # The layer before leaves only now: its copies had this layer's time to arrive. So two
+        # layers' activations are here at most.
         before = self._before()
         if before is not None:
             before.leave()
@@ -176,6 +184,8 @@ class Stash:
 
     def leave(self) -> None:
         """Give the memory here back, when the copies have arrived."""
+        # The computing stream waits before the memory goes back to its pool: what is computed in
+        # that memory next must not overtake the copies.
         self.settle()
         for one in self._saved.values():
             one.values = None

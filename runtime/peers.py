@@ -135,6 +135,7 @@ def _collective(function: Callable[..., Any]) -> Callable[..., Transfer | None]:
 
     @wraps(function)
     def run(*args: Any, async_op: bool = False, **kwargs: Any) -> Transfer | None:
+        # Started, and then waited for in Python: a wait inside torch could not be given up.
         started = start(*args, async_op=async_op or _Waits.are_in_vain is not None, **kwargs)
         if async_op or started is None:
             return started
@@ -196,6 +197,7 @@ def abort_groups() -> None:
 
     May be called from any thread, and again. What an aborted collective leaves behind is garbage.
     """
+    # Of a copy: the main thread may make or destroy groups meanwhile.
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(RuntimeError):  # it may be gone already
             group.abort()

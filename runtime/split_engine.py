@@ -260,6 +260,8 @@ class SplitEngine:
             self._arm()
         if share is not None:
             self.totals.go_back(*share, step.scaler)
+        # A pass of weight 0 goes back all the same where each pass has collectives (gathers, and
+        # reductions): the other workers wait in them. What it gives is dropped.
         elif self.shared_states is not None and self.shared_states.in_rounds:
             loss = answer.loss if isinstance(answer, Weighted) else answer
             with self.shared_states.discarding():
@@ -303,6 +305,9 @@ class SplitEngine:
     def _run_twice(self, step: Step, over_batch: LossFunction) -> None:
         """Run the passes of a loss over the whole batch; see outputs.py."""
         session, batch = self._session, step.batch
+        # First all outputs, without graphs: graphs of all passes at once would be the memory of the
+        # whole batch. The loss gives their gradients, with which each pass then runs again. Both
+        # runs have one seed (``_call``), and the first one's statistics are dropped.
         held, own = list(batch.inputs()), {}
         for item, inputs in held:
             self.buffers.load(item.virtual_node)

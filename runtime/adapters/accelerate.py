@@ -118,11 +118,9 @@ def _gathered(tensor: Tensor) -> Tensor:
 
 
 def _join(original: Any, self: Any, cpu: bool = False, **options: Any) -> None:
-    """Join the other workers first, on the plan's device: accelerate takes the group it finds.
-
-    Once it has, accelerate makes such an object several times a step, to read what all of them
-    share. Then nothing is left to do, and reading a package's version takes a millisecond.
-    """
+    """Join the other workers first, on the plan's device: accelerate takes the group it finds."""
+    # Once it has, accelerate makes such an object several times a step, to read what all of them
+    # share. Then nothing is left to do, and reading a package's version takes a millisecond.
     if self.initialized:
         original(self, cpu, **options)
         return
@@ -140,12 +138,10 @@ def _join(original: Any, self: Any, cpu: bool = False, **options: Any) -> None:
 
 
 def _prepare_loader(original: Any, loader: Any, *values: Any, **options: Any) -> Any:
-    """Prepare a loader that gives whole batches of the script's, of which each worker has a share.
-
-    Whether one worker reads a batch for all, or each reads it and keeps its share, is the script's
-    choice, with accelerate's defaults.
-    """
+    """Prepare a loader of the script's whole batches, of which each worker has a share."""
     options["split_batches"] = False  # accelerate refuses uneven shares of it
+    # One worker reads a batch for all, or each reads it and keeps its share: the script's choice,
+    # with accelerate's defaults.
     is_stream = isinstance(loader.dataset, IterableDataset)
     is_read_once = options.get("dispatch_batches")
     if is_read_once is None:
@@ -191,10 +187,8 @@ def _prepare_loader(original: Any, loader: Any, *values: Any, **options: Any) ->
 
 
 def _cut(loader: Any) -> Any:
-    """A loader of the only worker, whose batches may be given other sizes while it is measured.
-
-    Also of a stream then: its loader reads as many samples as it has indices.
-    """
+    """A loader of the only worker, whose batches may be given other sizes while it is measured."""
+    # Also of a stream then: its loader reads as many samples as it has indices.
     if training().world_size > 1 or loader.batch_sampler is None:
         raise TargetError(
             "a DataLoader has no batches to cut: a stream is measured on one worker only, and each "

@@ -205,11 +205,9 @@ class _Script:
 
 
 def _join(original: Any, *values: Any, **options: Any) -> None:
-    """Let the script make its group; hetflow joins it where DistributedDataParallel is used.
-
-    Not before: a script may make a group and then call ``hf.prepare``.
-    """
     original(*values, **options)
+    # hetflow joins where DistributedDataParallel is used, and not before: a script may make a group
+    # and then call ``hf.prepare``.
     _Script.made_group = True
 
 

@@ -122,11 +122,7 @@ def _dummies(loggers: Any, given: Any) -> Any:
 
 
 def _asked(strategies: Any, who: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What DistributedDataParallel is asked for by the script's own strategy.
-
-    Raises:
-        TargetError: Under a plan it would train something else.
-    """
+    """What DistributedDataParallel is asked for by the script's own strategy."""
     strategy = options.get("strategy", "auto")
     if isinstance(strategy, str):
         if strategy == "auto":
@@ -240,15 +236,7 @@ class _PlanStrategy:
 
 
 def _cut(loader: Any, *, needs_all: bool) -> Any:
-    """A copy of a script's loader that gives this worker's parts.
-
-    Args:
-        loader: The script's loader.
-        needs_all: Whether every worker needs samples in each batch.
-
-    Raises:
-        TargetError: It has no order of samples to cut.
-    """
+    """A copy of a script's loader that gives this worker's parts of an order of samples."""
     batches: Any = getattr(loader, "batch_sampler", None)
     said = None
     if isinstance(batches, ShareSampler):
@@ -603,11 +591,7 @@ class _TrainerStrategy(_PlanStrategy):
     # What a step gives
 
     def _first_look(self, name: str, options: dict[str, Any]) -> ScriptStep:
-        """What is known of a step; at first, whether it takes one batch of one loader.
-
-        Raises:
-            TargetError: It does not.
-        """
+        """What is known of a step; at first, whether it takes one batch of one loader."""
         current = training()
         step = self._steps.get(name)
         if step is None:

@@ -462,14 +462,10 @@ class Losses:
         return value
 
     def _check(self, numbers: Sequence[float] | None) -> None:
-        """Check what all workers have told of a pass: in the next one where a device is ahead.
-
-        Raises:
-            TargetError: Their losses differ in form, or their optimizers in rates; or shares of one
-                of them have no common weight.
-        """
+        """Check what all workers have told of a pass: in the next one where a device is ahead."""
         if numbers is None:
             return
+        # Forms, optimizers' rates, faults, shapes (``_Told``): each [workers].
         columns = [numbers[at :: _Told.WIDTH] for at in range(4)]
         _check_forms(columns[0])
         _refuse(int(max(columns[2])))
@@ -479,14 +475,12 @@ class Losses:
             self._is_due, self._paddings_left = True, self._paddings_left - 1
 
     def _count_pass(self) -> None:
-        """Let losses be tried again in the batch after 1, 3, 7, ... passes.
-
-        All workers must do it together. So passes are counted, which all run, and no batches, of
-        which one may read more; and one worker's compiled function is every worker's.
-        """
+        """Let losses be tried again in the batch after 1, 3, 7, ... passes."""
+        # All workers must do it together. So passes are counted, which all run, and no batches, of
+        # which one may read more; and one worker's compiled function is every worker's.
         self._num_passes += 1
         self._is_due = self._is_due and self._recording is None
-        if (self._num_passes + 1).bit_count() == 1:
+        if (self._num_passes + 1).bit_count() == 1:  # a power of two
             self._is_due = not bool(_of_all(self._training, [_is_compiled()]).any())
 
     def _form(self, loss: Tensor, known_by: int) -> _Form:
@@ -552,11 +546,8 @@ class Losses:
         return form
 
     def _try_again(self, loss: Tensor, form: _Form) -> None:
-        """Try a loss of a known form on a later batch, which may show what the first has hidden.
-
-        Raises:
-            TargetError: It is not what it was: a mask, a choice or a threshold depends on values.
-        """
+        """Try a loss of a known form on a later batch, which may show what the first has hidden."""
+        # Such as a mask, a choice or a threshold that depends on values.
         assert self._recording is not None
         ours = self._recording.slice_of(loss, whole=False)
         trial = None if ours is None else _Trial(self._training, ours)
@@ -586,11 +577,9 @@ class Losses:
         self._check_padding(trial if whole is None else _Trial(self._training, whole), loss, form)
 
     def _check_padding(self, trial: "_Trial", loss: Tensor, form: _Form) -> None:
-        """Check that a sample's loss is the same among samples to whose length others are padded.
-
-        Raises:
-            TargetError: Something reads the padding, and a share's is not the batch's.
-        """
+        """Check that a sample's loss is the same among samples to whose length it is padded."""
+        # Each share is padded to a length of its own, so what reads padding differs from one
+        # process.
         counts = _of_all(self._training, [trial.num_tensors])
         if len(set(counts.flatten().tolist())) > 1:
             return
@@ -769,11 +758,9 @@ class _Trial:
         return is_shortest, longest, ends_so
 
     def _check_sum(self) -> None:
-        """Refuse a sum with a worker's batch size or the workers' number in it.
-
-        One process has not the one, and DistributedDataParallel's mean is what the other undoes: a
-        plan adds sums up.
-        """
+        """Refuse a sum with a worker's batch size or the workers' number in it."""
+        # One process has not the one, and DistributedDataParallel's mean is what the other undoes:
+        # a plan adds sums up.
         size, workers = self._training.loader_batch_size, self._training.world_size
         if size and workers in self._recorded.whole_factors:
             raise TargetError(

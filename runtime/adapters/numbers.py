@@ -437,10 +437,8 @@ class ScriptStep:
 def _faults_of_kinds(
     answers: list[TriedStep], parts: list[CountedPart], rounding: float
 ) -> dict[str, Numbers]:
-    """By name and kind: by how much of its scale a number fails to be of this kind, if it may be.
-
-    What is within the rounding may be; the less, the likelier.
-    """
+    """By name and kind: by how much of its scale a number fails to be of it, where it may be."""
+    # What is within the rounding may be; the less, the likelier.
     whole, *of_parts = answers
     found: dict[str, Numbers] = {}
     for name, value in whole.numbers.items():

@@ -354,17 +354,9 @@ class SharedModels:
     def _meet(
         self, *, whole: bool = False, weights: bool = False, moments: bool = False, key: int = 0
     ) -> tuple[bool, dict[Any, Tensor]]:
-        """Meet all workers, and give each what it asks for.
-
-        Args:
-            whole: Whether to bring all weights.
-            weights: Whether to copy them.
-            moments: Whether to copy the optimizers' states.
-            key: What slice to bring together, as ``bring`` numbers them; 0 for none.
-
-        Returns:
-            Whether any has asked for something, and copies of what this one asked for, by ids.
-        """
+        """Meet all workers, and give each what it asks for: whether any did, and copies by ids."""
+        # [whether to bring all weights, to copy them, to copy the optimizers' states; what slice to
+        # bring together, as ``bring`` numbers them]. By the maximum all do what any has asked for.
         own = torch.tensor([whole, weights, moments, key], dtype=torch.float64)
         own = own.to(self._training.place.device)
         peers.all_reduce(own, op=torch.distributed.ReduceOp.MAX)

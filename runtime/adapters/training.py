@@ -565,11 +565,7 @@ class Training:
             ) from error
 
     def _check_data(self, piece: BatchPart) -> None:
-        """Refuse datasets that differ between workers, and other batches of them.
-
-        Raises:
-            TargetError: The script has split the data by itself, or drawn them by unlike seeds.
-        """
+        """Refuse datasets that the script has split by itself, or drawn by unlike seeds."""
         source = piece.source
         known = self.watcher is not None or not self.place.distributed
         if known or source is None or source.is_checked:
@@ -813,12 +809,10 @@ class Training:
             )
 
     def _meet_scalers(self, scaler: "torch.amp.GradScaler | None") -> None:
-        """Compare the workers' scales in a model's first pass that sums; take this worker's out.
-
-        Workers may have unlike numbers of passes before it.
-        """
+        """Compare the workers' scales in a model's first pass that sums; take this worker's out."""
         if not self.place.distributed or self.piece is None or self.watcher is not None:
             return
+        # In none before: workers may have unlike numbers of passes until then.
         if self._num_scaled != len(self.models):  # no pass has summed, or of fewer models
             sums = all(replica.require_backward_grad_sync for replica in self._replicas)
             if self.some_run_parts and not sums:

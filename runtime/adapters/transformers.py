@@ -187,13 +187,11 @@ def _weighed_by(trainer: Any, form: "LossForm | None") -> Iterator[None]:
 
 
 class _BatchLoss(Tensor):
-    """The loss of a batch, which Trainer repeats for each sample before it gathers.
-
-    It repeats it as often as the loader's batch size says; here each worker has its share.
-    """
+    """The loss of a batch, which Trainer repeats for each sample before it gathers."""
 
     def repeat(self, *sizes: Any) -> Tensor:
         """[own samples] the loss, once for each sample of this worker."""
+        # Trainer asks for as many as the loader's batch size; here each worker has its share.
         piece = training().piece
         plain = self.as_subclass(Tensor)
         return plain.repeat(*sizes) if piece is None else plain.repeat(piece.own_samples)
@@ -534,10 +532,8 @@ def _cuts_of(rows: int) -> list[list[int]]:
 def _parts_to_try(
     inputs: dict[str, Any], num_samples: int, most_rows: int, hides: bool
 ) -> tuple[list[Any], set[_Kind]]:
-    """([1 + 2 * cuts] some inputs, and two parts of them for each cut; what losses can tell).
-
-    Where a collator joins samples in one row, the parts are the same row, with some labels each.
-    """
+    """([1 + 2 * cuts] some inputs, and two parts of them for each cut; what losses can tell)."""
+    # Where a collator joins samples in one row, the parts are the same row, with some labels each.
     from accelerate.utils import find_batch_size, slice_tensors
 
     all_rows, labels = find_batch_size(inputs) or 1, inputs.get("labels")

@@ -158,6 +158,9 @@ class Rooms:
         """Note a message's payload; buffers of frames like it should have so many bytes."""
         self.ahead.popleft()
         self._lengths[0] -= 1
+        # The last message of a block sizes the block after the next: the receives of the next are
+        # posted already. Both ends count messages alike, so they need not tell each other sizes.
+        # Blocks of small messages are longer, as all of a block's receives are posted at once.
         if not self._lengths[0]:
             self._lengths.popleft()
             length = max(1, min(_MOST_MESSAGES, _MOST_BYTES // max(num_bytes, 1)))
@@ -213,6 +216,8 @@ class Outbox:
             TargetError: A value cannot be sent.
         """
         key, text = key_of(values), b""
+        # Described only where the layout changes, which is at the first message and at short last
+        # batches. Frames of the old layout have views at other places, so none is kept.
         if key != self._key:
             text = describe(key)
             self._key, self._layout, self._free = key, MessageLayout.of(key), []
@@ -232,7 +237,7 @@ class Outbox:
             parts.append((self._lines.payloads.send(payload), payload))
         self._number += 1
         self._rooms.passed(size if self._are_joined else 0)
-        if self._lines.copies:
+        if self._lines.copies:  # through shared memory: the frame is free already
             self._free.append(frame)
             return
         self._leaving.append((parts, frame))
@@ -304,12 +309,16 @@ class ReceiveQueue:
 
     def _received(self, size: int) -> Tensor:
         """The payload of a message that has one apart; the computing stream waits for it."""
+        # On a stream of its own: NCCL lets a receive wait for all that its stream was asked before,
+        # and passes that are queued there need not end for a message to come.
         with nullcontext() if self._stream is None else self._backend.on_stream(self._stream):
             payload = torch.empty(size, dtype=torch.uint8, device=self._lines.device)
             self._lines.payloads.receive(payload).wait()
         if self._stream is not None:
             computing: Any = self._backend.current_stream(self._lines.device)
             computing.wait_stream(self._stream)
+            # Else the allocator would give the memory out again as soon as Python lets go of it,
+            # to the stream that it was taken on, while the computing one still reads.
             payload.record_stream(computing)
         return payload
 
@@ -467,6 +476,7 @@ class Receiver:
 
     def _joined(self, parts: list["_Share"]) -> list[Tensor]:
         """The whole values, flat, from the parts of this worker's group: one all-gather for all."""
+        # As bytes, whatever the values' types: one latency for a message.
         degree = self._group.degree
         if degree == 1:
             return [own for own, _ in parts]

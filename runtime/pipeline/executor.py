@@ -152,6 +152,7 @@ class Executor:
         """
         if self._program is None or self._program.schedule is not schedule:
             self._program = _Program(schedule, self._rank)
+            # In any order, and on each worker another: to post a receive is no collective.
             for channel in self._program.channels - self._receivers.keys():
                 peer, activation = channel
                 ways = self._routes.incoming(peer, activation)
@@ -187,6 +188,7 @@ class Executor:
                 return
             self._next += 1
             self._do(step, passes)
+        # Only at the list's end: buffers of messages under way are kept across ``before``.
         for sender in self._senders.values():
             sender.flush()
 
@@ -239,6 +241,7 @@ class Executor:
         if step.leaves:
             self._made_activations[step.place] = made
             return
+        # The next stage is on this rank too: handed over as a message would be, without a copy.
         wants = tuple(bool(getattr(value, "requires_grad", False)) for value in made)
         self._activations[op.stage + 1, op.microbatch] = (made, wants)
 

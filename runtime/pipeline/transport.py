@@ -581,7 +581,7 @@ def overlap(size: int, lane: int, degree: int, other: int, other_degree: int) ->
 
 def _meeting(senders: Sequence[int], receivers: Sequence[int]) -> list[tuple[int, int]]:
     """The pairs of workers whose parts overlap, for values of any size."""
-    size = len(senders) * len(receivers)
+    size = len(senders) * len(receivers)  # of so many elements both groups have whole parts
     found = []
     for lane, sender in enumerate(senders):
         for other, receiver in enumerate(receivers):

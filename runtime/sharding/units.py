@@ -203,6 +203,7 @@ class Units:
         self._come_to(name, (args, kwargs))
         self._ran[name] = None
         unit.wait()
+        # The next unit's weights come while this one computes: two units are whole at most.
         if self.shares_weights and self._next < len(self._order):
             self._units[self._order[self._next]].gather()
         self._now.append(name)
@@ -211,7 +212,6 @@ class Units:
         return when_back(args, kwargs, partial(self._went_back, self._turn()))
 
     def _turn(self) -> UnitTurn:
-        """The last turn."""
         return UnitTurn(
             len(self._now) - 1, self._now[-1], self._now[-2] if len(self._now) > 1 else None
         )
@@ -220,6 +220,8 @@ class Units:
         """Let units have their turns that this worker leaves out before another one."""
         if self._now[-1:] == [name]:
             return
+        # A gather is a collective. So all workers gather all units in one order, whichever layers
+        # a worker's samples run through; one that comes again begins the order anew.
         place = self._order.index(name)
         if place < self._next:
             self._end_forward()
@@ -306,13 +308,13 @@ class Units:
             unit.free(shows=False)
 
     def _begin_turns(self) -> None:
-        """Begin a pass."""
         self._now, self._to_go_back, self._next = [], [], 0
         self._has_graph, self._flows = self._trains, False
         self._ran.clear()
 
     def _reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients while the next unit goes back."""
+        # The one before is waited for: the whole gradients of two units exist at most.
         if self._reduced is not None:
             self._reduced.add_reduced()
         if self._discards:
