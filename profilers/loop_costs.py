@@ -113,6 +113,8 @@ class LoopPolicy:
         limit = self.most_total_seconds
         if limit is None or sum(cut(self.most_seconds)) <= limit:
             return cut(self.most_seconds)
+        # The sum rises with the length that parts are cut to. It may stay above the limit at 0:
+        # every size keeps its least.
         low, high = 0.0, self.most_seconds
         for _ in range(_HALVINGS):
             middle = (low + high) / 2

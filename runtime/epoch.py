@@ -62,6 +62,7 @@ class Epochs:
         """Cut the script's loader into this worker's passes; the result is kept for later calls."""
         session = self._session
         known = self._loaders.get((id(loader), predicts))
+        # The entry holds its loader, so that no later one can have the id.
         if known is None or known[0] is not loader:
             batched, sizes = is_batched(loader), session.batch_sizes
             sampler = PassSampler(
@@ -250,6 +251,8 @@ class StreamReader:
 
     def skip(self) -> None:
         """Leave out the epoch, which was trained on before a restart."""
+        # One that is read on (an iterator, a function with a state) stands where the last epoch
+        # ended, so the skipped epoch's batches are drawn and dropped.
         is_read_on = self._draws or isinstance(self._source, Iterator)
         if self._has_state or not is_read_on:
             return  # the next epoch begins by itself where it should
@@ -421,6 +424,7 @@ def digest_of(item: Any, *, on_device: bool = True) -> int:
             if not on_device and not backend_of(leaf.device).is_host:
                 continue
             flat = leaf.detach().reshape(-1)
+            # Every n-th entry: tensors of unlike draws differ nearly everywhere.
             seen = flat[:: max(1, flat.numel() // _LOOKED_AT)][:_LOOKED_AT].cpu()
             text = repr(seen.tolist())
         elif isinstance(leaf, np.ndarray):

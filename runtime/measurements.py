@@ -298,6 +298,7 @@ class StepClock:
     def begin_step(self, *, is_full: bool) -> None:
         """Mark that the step's first pass is about to start; ``is_full`` says if it is measured."""
         self.end_step()
+        # From when the script asked for the batch, so that loading counts as the step's.
         asked, self.asked = self.asked, None
         began = self.mark() if asked is None else asked
         self._open = _StepMarks(is_full=is_full, began=began, passes=[], stages=[])

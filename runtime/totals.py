@@ -537,7 +537,7 @@ class StepTotals:
         return self._like(loss, share)
 
     def _like(self, loss: Tensor, number: float) -> Tensor:
-        """The number as a tensor like a loss, which is made once."""
+        # Kept: to make one copies a number to the device in every pass.
         key = number, loss.dtype, loss.device, loss.shape
         if key not in self._numbers:
             if len(self._numbers) >= _MAX_NUMBERS:
@@ -645,6 +645,7 @@ class StepTotals:
         self._late.forget()
 
     def _own_sums(self) -> Tensor:
+        # One copy of all that the host knows, without a wait; what is on the device stays there.
         numbers = self._own_numbers()
         on_device = {n: value for n, value in enumerate(numbers) if isinstance(value, Tensor)}
         host = [0.0 if isinstance(value, Tensor) else value for value in numbers]
@@ -803,6 +804,7 @@ def check_same_length(order: list[int], place: Place) -> list[int]:
     if not place.distributed:
         return order
     length = len(order)
+    # The most, and by its negative the least: one collective.
     ends = torch.tensor([length, -length], dtype=torch.int64, device=place.device)
     peers.all_reduce(ends, op=dist.ReduceOp.MAX)
     most, least = int(ends[0]), -int(ends[1])

@@ -216,7 +216,7 @@ class Timeline:
 
 
 def _length(spans: Iterable[tuple[float, float]]) -> float:
-    """Of the union of intervals."""
+    # Of the union: spans of several streams overlap.
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -472,6 +472,8 @@ def _run(nodes: Sequence[_Node]) -> None:
                 ready = max(before.end for before in waits[other])
                 heapq.heappush(heap, (ready, other.order, other))
 
+    # Transfers are not in the heap: when one ends changes with every other that begins or ends on
+    # its links. At equal times ends come first, so that what begins then has the link's whole rate.
     while heap or transfers.left:
         due = transfers.next_end()
         if due is not None and (not heap or due[0] <= heap[0][0]):
@@ -482,7 +484,7 @@ def _run(nodes: Sequence[_Node]) -> None:
         ready, _, node = heapq.heappop(heap)
         if node.kind == "nccl":
             node.start = ready
-            transfers.pass_until(ready)
+            transfers.pass_until(ready)  # the others until now at their old rates
             transfers.left[node] = node.seconds
             continue
         node.start = max([ready, *(free[resource] for resource in node.resources)])

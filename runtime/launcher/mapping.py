@@ -81,6 +81,7 @@ def _runs(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
     low, high = 0.0, ends[-1] * max(costs)
     best = _cut(ends, costs, high)
     assert best is not None
+    # Sixty halvings end below what a double can tell apart.
     for _ in range(60):
         middle = (low + high) / 2
         found = _cut(ends, costs, middle)
@@ -128,6 +129,7 @@ def without(config: LaunchConfig, ranks: Iterable[int]) -> LaunchConfig:
     lost = set(ranks)
     left = [slot for slot in config.workers if slot.rank not in lost]
     held, filled = {slot.rank: list(slot.virtual_nodes) for slot in left}, _filled_bytes(config)
+    # What a worker holds now tells how fast it is: the plan gave faster ones more samples.
     weight = {slot.rank: sum(node.batch_size for node in slot.virtual_nodes) for slot in left}
     load = dict(weight)
     for slot in config.workers:

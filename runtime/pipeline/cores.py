@@ -133,6 +133,7 @@ class Between:
         if not self._calls:
             self._autocast = _autocast_of(read)
         random = _random_states() if _may_draw(name, arguments, named) else None
+        # Taken before the function runs, which may write in place to what it reads.
         versions = {id(tensor): tensor._version for tensor in read}
         with saved_tensors_hooks(self._pack, _unpack):
             answer = function(*arguments, **named)
@@ -194,7 +195,7 @@ class Between:
         """A tensor that autograd saved; the first to be asked for runs all functions again."""
         if number not in self._again:
             self._again = dict(enumerate(self.run_again()))
-        return self._again.pop(number)
+        return self._again.pop(number)  # autograd asks once, and its memory then goes
 
     def run_again(self) -> list[Tensor]:
         """What autograd saves of the functions, which are run again until all of it is there.
@@ -217,6 +218,8 @@ class Between:
             if given.value._version != given.version:
                 raise _refusal("reads a tensor that is written to before the backward pass")
             values[given.place] = given.value.detach().requires_grad_(given.wants_gradient)
+        # Each value goes after its last reader, as it went in the first run: else a recomputation
+        # would take the memory of the whole core at once.
         last_reader = {
             place: number for number, call in enumerate(self._calls) for place in call.reads
         }
@@ -304,7 +307,7 @@ def _ends(tensor: Tensor) -> bool:
         return True
     if kind is not Tensor and kind.__torch_function__ is not _NO_FUNCTIONS:
         return True
-    return isinstance(tensor._base, nn.Parameter)
+    return isinstance(tensor._base, nn.Parameter)  # a view of one, such as its transpose
 
 
 def _name(function: _Function) -> str:

@@ -189,6 +189,7 @@ class ShardedUpdates:
     def _exchange(self) -> None:
         """Send what this worker has updated, and receive what others have."""
         parameters = self._ownership.parameters
+        # Sorted: a worker may be in several sets, and all come to all broadcasts in one order.
         for (ranks, keeper, _), names in sorted(self._sent.items()):
             for bucket in in_buckets(names, lambda n: parameters[n].nbytes, BUCKET_BYTES):
                 values = [parameters[name].detach() for name in bucket]
@@ -291,6 +292,8 @@ class OwnShare:
             keeps: Whether the result has a parameter's state, by its name.
         """
         state, found = self._optimizer.state_dict(), {}
+        # In one order on all workers of a group, as to join a value is a collective. So values are
+        # joined also where the result does not get them.
         for local, values in sorted(state["state"].items()):
             index = self._own[local]
             name = self.order[index]
@@ -491,6 +494,7 @@ class StageState:
         for name, parameter in self._session.parameters.items():
             if self._shares is not None and name in self._shares.all_names:
                 continue
+            # The whole group of the first holder takes part: each of its workers has a part.
             if ownership.holders[name][0] in self._group.ranks:
                 value = self._joined(name, parameter)
                 if name in ownership.first:

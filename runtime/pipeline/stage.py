@@ -390,6 +390,8 @@ class StageBuffers(VirtualNodeBuffers):
         """The merged values of this worker's buffers that a pass has changed on any worker."""
         if not self._holders:
             return {}
+        # Flags of all buffers on all workers, held or not: one collective. The sums that follow are
+        # of each buffer's holders, who know by the flags which come, and in what order.
         changed = [name in self._own and bool(self._own[name].own) for name in self._holders]
         flags = torch.tensor(changed, dtype=torch.float32, device=self._place.device)
         if all_reduce is not None:
@@ -402,7 +404,6 @@ class StageBuffers(VirtualNodeBuffers):
         }
 
     def _sums_over(self, ranks: Holders, all_reduce: AllReduce | None) -> AllReduce | None:
-        """Sums a tensor over some workers; None for one."""
         if len(ranks) == 1 or all_reduce is None:
             return None
         if len(ranks) == self._place.world_size:
@@ -440,6 +441,8 @@ class StageBuffers(VirtualNodeBuffers):
 
     def _merged(self, slot: BufferSlot, all_reduce: AllReduce | None) -> Tensor:
         local = self._local
+        # Of a tensor-parallel group all workers have a microbatch's values, and one of them tells:
+        # else the sum would count the microbatch several times.
         self._local = tuple(sorted(self._nodes_of.get(slot.name, ()))) if self._tells else ()
         try:
             return super()._merged(slot, all_reduce)
@@ -520,6 +523,7 @@ class StageRunner:
             if isinstance(value, Tensor):
                 value = value.to(self._device)
                 if wanted:
+                    # A leaf: this stage's graph ends here, and the leaf's gradient is sent back.
                     value = value.detach().requires_grad_()
                     leaves.append(value)
             values.append(value)

@@ -431,6 +431,7 @@ class Synchroniser:
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 total = sums.get(name)
+                # Zeros where this replica has no gradient: the others wait in the sum.
                 total = torch.zeros_like(parameter) if total is None else total.contiguous()
                 peers.all_reduce(total, group=group)
                 sums[name] = total
@@ -443,6 +444,7 @@ class Synchroniser:
         if losses and self._on_device is not None:
             sums[_LOSS].copy_(weighted_sum(losses))
         work = peers.all_reduce(sums, async_op=True) if self._place.distributed else None
+        # The first time there is none before, so this batch's own is waited for.
         before, self._late = self._late or (work, sums), (work, sums)
         if before[0] is not None:
             before[0].wait()
@@ -472,7 +474,7 @@ class Synchroniser:
         self._late_values.forget()
         known = None if sums is None else torch.tensor(sums, dtype=torch.float64)
         if known is not None:
-            known[_STOP] = 0.0
+            known[_STOP] = 0.0  # what was asked for before the checkpoint has been obeyed
             known = known.to(self._place.device) if self.stays_on_device else known
         self._late = None if known is None else (None, known)
 

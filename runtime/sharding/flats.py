@@ -95,6 +95,7 @@ class Passage:
         for worker, begin, end in self._given[rank]:
             if worker == rank:
                 made[begin - first : end - first] = own[begin - low : end - low]
+        # From facts that all workers know: all leave the exchange out, or none does.
         if not self._travels:
             return made
         parts: list[Tensor] = []
@@ -270,7 +271,7 @@ class Flat:
         self._whole = torch.empty(ends[-1], dtype=first.dtype, device=sharers.place.device)
         for (start, end), (_, parameter) in zip(self.bounds, members, strict=True):
             self._whole[start:end].view(parameter.shape).copy_(parameter.detach())
-            parameter.data = self._whole[:0]
+            parameter.data = self._whole[:0]  # frees the script's, so that no two copies are here
         if sharers.are_several and not sharers.place.is_outside:
             sent = self._whole.view(torch.uint8) if first.element_size() == 1 else self._whole
             peers.broadcast(sent, src=sharers.ranks[0], group=sharers.group)
@@ -354,7 +355,7 @@ class Flat:
             storage = self._whole.untyped_storage()
             storage.resize_(self._whole.numel() * self._whole.element_size())
             if self.is_alone:
-                self._whole.zero_()
+                self._whole.zero_()  # what others keep does not come, and must not be garbage
             self._whole[slice(*self.part)].copy_(self._own)
         self._gathering = []
         if not self.is_alone:
@@ -387,6 +388,8 @@ class Flat:
             self.wait()
         for number, (_, parameter) in enumerate(self.members):
             parameter.data = self.own_of(self._own, number) if shows else self._own[:0]
+        # Emptied, and not replaced: what autograd has saved of the weights shows this storage, and
+        # finds their values again when the gather of the backward pass has filled it.
         if not self._keeps_whole:
             self._whole.untyped_storage().resize_(0)
         self.is_whole = False
@@ -494,7 +497,7 @@ class Flat:
     def _joined(self) -> Tensor:
         """The gradients that autograd has made, end to end; 0 where it has made none."""
         whole = torch.empty_like(self._whole)
-        rooms, came = [], []
+        rooms, came = [], []  # copied by one kernel for all, at the end
         for (start, end), (_, parameter) in zip(self.bounds, self.members, strict=True):
             room, grad = whole[start:end], parameter.grad
             if grad is None:
@@ -526,6 +529,8 @@ class Flat:
         if not self.sharers.are_several:
             self._coming.append((names, gradient, None))
             return
+        # Parts as they are, and no reduction: the owner adds them in the order of virtual nodes,
+        # which no library's sum keeps.
         lengths = [high - low for low, high in pairwise(self._cuts)]
         own, sent = lengths[self.sharers.number], gradient.to(wire_device(gradient.device))
         into = [own if name is not None else 0 for name in names]

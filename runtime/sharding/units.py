@@ -281,6 +281,8 @@ class Units:
 
     def _go_back_to(self, place: int) -> None:
         """End the turns after a place: no more gradient reaches them on this worker."""
+        # Their reductions are collectives, for which the other workers wait: so they have their
+        # turns all the same, with gradients of zeros.
         with torch.no_grad():
             while self._to_go_back and self._to_go_back[-1].place > place:
                 turn = self._to_go_back[-1]
@@ -294,6 +296,7 @@ class Units:
         unit.wait()
         if self._trains and self.in_rounds:
             unit.expect_gradients()
+        # The unit whose turn is next in the backward pass, while this one goes back.
         if self.shares_weights and before is not None:
             self._units[before].gather()
 
