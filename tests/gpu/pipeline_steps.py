@@ -33,7 +33,7 @@ def parts(name: str) -> tuple[nn.Module, Loss, DataLoader[Any]]:
         data = TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     else:
         model, size = pipeline_cases.build(name), pipeline_cases.GLOBAL_BATCH_SIZE
-        loss_of, data = pipeline_cases.loss_of(model, False), pipeline_cases.data(rows(size))
+        loss_of, data = pipeline_cases.loss_of(model), pipeline_cases.data(rows(size))
     return model, loss_of, DataLoader(data, batch_size=size)
 
 

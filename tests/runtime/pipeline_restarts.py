@@ -42,7 +42,7 @@ def train(case, *, stop_at=None, asked=(), sigterm_at=None):
     try:
         for _ in range(EPOCHS):
             for batch in job.batches(loader):
-                losses[job.num_steps] = float(job.backward(loss_of(model, False), batch))
+                losses[job.num_steps] = float(job.backward(loss_of(model), batch))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

@@ -38,7 +38,7 @@ def clip(argument):
     norms = []
     for _ in range(2):
         for batch in job.batches(loader()):
-            job.backward(loss_of(model, False), batch)
+            job.backward(loss_of(model), batch)
             if argument == "value":
                 nn.utils.clip_grad_value_(model.parameters(), 0.01)
             else:
@@ -58,7 +58,7 @@ def turns(argument):
     noted = []
     for _ in range(3):
         for batch, norm in zip(job.batches(loader()), ORDERS[job.num_steps :], strict=False):
-            job.backward(loss_of(model, False), batch)
+            job.backward(loss_of(model), batch)
             if argument != "adds" or job.num_steps % 2 == 0:
                 noted.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
                 # Of gradients that are clipped already.
@@ -73,7 +73,7 @@ def alone(argument):
     model, _, job = start()
     norms.PATIENCE_SECONDS = 0.5
     for batch in job.batches(loader()):
-        job.backward(loss_of(model, False), batch)
+        job.backward(loss_of(model), batch)
     if not job.is_main:
         raise TargetError("the main worker asks by itself")
     nn.utils.clip_grad_norm_(model.parameters(), 0.1, math.inf)
@@ -90,7 +90,7 @@ def scaled(argument):
 
     def loss(x, y):
         first = torch.full_like(x[:, :1], 1e308 if job.num_steps == 1 else 0.0)
-        return loss_of(model, False)(torch.cat([first, x[:, 1:]], 1), y)
+        return loss_of(model)(torch.cat([first, x[:, 1:]], 1), y)
 
     noted = []
     for _ in range(3):
@@ -110,7 +110,7 @@ def hooked(argument):
     model, _, job = start()
     model[6].weight.register_hook(torch.relu)
     for batch in job.batches(loader()):
-        job.backward(loss_of(model, False), batch)
+        job.backward(loss_of(model), batch)
 
 
 def decayed(argument):
@@ -133,7 +133,7 @@ def slower(argument):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     for _ in range(2):
         for batch in job.batches(loader()):
-            job.backward(loss_of(model, False), batch)
+            job.backward(loss_of(model), batch)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -148,7 +148,7 @@ def left(argument):
         first = DataLoader(Subset(data(48), range(24)), batch_size=GLOBAL_BATCH_SIZE)
     for epoch in range(2):
         for batch in job.batches(loader() if epoch else first):
-            job.backward(loss_of(model, False), batch)
+            job.backward(loss_of(model), batch)
             optimizer.step()
             if not epoch:
                 break
@@ -163,7 +163,7 @@ def one_epoch(argument):
         return model, hf.prepare(model, torch.optim.LBFGS(model.parameters())), []
     model, _, job = start()
     for batch in job.batches(loader(int(rows))):
-        job.backward(loss_of(model, False), batch)
+        job.backward(loss_of(model), batch)
     return model, job, []
 
 
