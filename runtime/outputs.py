@@ -203,7 +203,6 @@ class PredictedOutputs:
         return step
 
     def _least(self, number: int) -> int:
-        """The minimum of a number over the workers."""
         if not self._place.distributed or self._session.is_finished:
             return number
         least = torch.tensor(number, device=self._session.device)
@@ -227,6 +226,8 @@ class PredictedOutputs:
                 inputs, key = next(self._source), (step, item.virtual_node)
                 if key not in own:  # else it was computed before another worker was lost
                     own[key] = self._run(step, item.virtual_node, inputs)
+            # Each call has collectives, so all workers call equally often; what a worker calls
+            # beyond its own passes is dropped.
             if self._together is not None:
                 numbers = Counter(compress(session.holders, shares))
                 for _ in range(max(numbers.values()) - len(passes)):

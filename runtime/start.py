@@ -103,7 +103,8 @@ def prepare(
     if seed is not None and not hasattr(seed, "__index__"):
         raise TargetError(f"hf.prepare: the seed must be a whole number, got {seed!r}")
     optimizers = optimizers_of(optimizer)
-    settle(model, optimizers)
+    settle(model, optimizers)  # first: a deferred model's tensors have no values until then
+    # What this worker can refuse by itself comes before ``join``: behind it others wait for it.
     start = read_environment()
     check_batch_norms(model, start.config, start.determinism)
     warning = warning_of(optimizers, start.config.optimizer if start.config else None)
@@ -163,6 +164,7 @@ def assemble(
         progress = Progress(session, engine.state, engine.buffers)
         runner = Alone(engine)
     else:
+        # Shared weights begin as the first worker's when their vectors are made (``Flat``).
         if start.config is not None and start.config.shard is not None:
             broadcast_buffers(model, place)
         else:

@@ -91,6 +91,8 @@ def of_inputs(graph: fx.Graph, attribute: Attribute) -> frozenset[fx.Node]:
             if not isinstance(attribute(str(node.target)), nn.Parameter):
                 given.add(node)
         elif node.op in ("call_function", "call_method") and _is_pure(node, attribute):
+            # Python's operators may be of tensors too, in graphs of torch.fx. Of what was found
+            # there they are of sizes.
             enough = found if node.target in _ARITHMETIC else found | given
             if all(source in enough for source in node.all_input_nodes):
                 found.add(node)
@@ -422,6 +424,7 @@ def _build(
     is_last = result is layered.result
     used = {source for node in nodes for source in node.all_input_nodes}
     used.update(_nodes_in(result) if is_last else ())
+    # From the last to the first: what a shared node reads is needed too.
     for node in reversed(layered.shared):
         if node in used:
             used.update(node.all_input_nodes)

@@ -246,6 +246,8 @@ class Columns:
         """[norms, parameters] the norms of whole gradients, from those of parts in their order."""
         if self._are_whole:
             return norms
+        # The first parts of all parameters at once, then the second ones, and so on: a few kernels,
+        # and parts add up in one order on all workers.
         padded = torch.cat([norms, norms.new_zeros(len(NORMS), 1)], 1)
         parts = [padded.index_select(1, self.indices.of(places)) for places in self._places()]
         found = []
@@ -316,6 +318,8 @@ class DeviceSums:
         Returns:
             [] the sum of losses * weights, float64; and the table.
         """
+        # An entry for each worker that has losses, to which the all-reduce adds zeros. They are
+        # added up here, in one order: the mean has the same bits on all workers, in every run.
         own = torch.zeros(self._num_losses, dtype=torch.float64, device=self._place.device)
         if losses and self._own_loss is not None:
             own[self._own_loss].copy_(weighted_sum(losses))
