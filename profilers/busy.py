@@ -117,6 +117,7 @@ def measure_sync_in_loop(
             wanted = round(_REHEARSAL_SECONDS / (_NUM_NODES * max(pass_seconds[size], 1e-6)))
             num_steps = max(3, min(_MOST_STEPS, _SETTLING_STEPS + wanted))
             config = config_of([nodes] * crew.num_workers)
+            # One right after the other: a machine drifts, and only their difference is looked for.
             apart = slowest(crew.beside(nodes, num_steps=num_steps))
             whole = slowest(crew.together(config, num_steps=num_steps))
             found[size].append(whole - apart)

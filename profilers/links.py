@@ -112,6 +112,8 @@ def least_deviations(terms: "Array", values: "Array") -> "Array":
     weights = np.ones(len(terms))
     for _ in range(_ROUNDS):
         unknown = _non_negative(terms * weights[:, None], values * weights)
+        # The square of a residual, times this weight's square, is its absolute value. The floor
+        # keeps one row that fits exactly from deciding everything.
         weights = np.maximum(np.abs(terms @ unknown - values), _FLOOR) ** -0.5
     return unknown
 
@@ -122,6 +124,8 @@ def _non_negative(terms: "Array", values: "Array") -> "Array":
 
     number = terms.shape[1]
     best, least = np.zeros(number), float(np.linalg.norm(values))
+    # 2^n sets of n unknowns, of which there are a handful. With all unknowns the error is least, so
+    # smaller sets are tried only where some unknown comes out negative.
     for size in range(number, 0, -1):
         for chosen in map(list, combinations(range(number), size)):
             found = np.linalg.lstsq(terms[:, chosen], values, rcond=None)[0]

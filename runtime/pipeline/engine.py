@@ -136,6 +136,7 @@ class LossScaling:
         is_finite = self._synchroniser.is_finite
         if self._scaler is None or is_finite is True:
             return
+        # One entry suffices: a scaler looks whether any is not finite, and skips the whole step.
         for parameter in self._own:
             if parameter.grad is not None and parameter.grad.numel():
                 gradient = plain(parameter.grad)
@@ -166,6 +167,7 @@ class StepMicrobatches:
 
     def input_of(self, microbatch: int) -> tuple[Pass, Any]:
         """The pass and the function's arguments; the first stage to ask reads the loader."""
+        # The loader gives microbatches in their order; a schedule may ask in another.
         while microbatch not in self._inputs:
             item, inputs = next(self._feeding)
             self._inputs[item.virtual_node] = (item, inputs)

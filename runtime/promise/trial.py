@@ -141,6 +141,7 @@ class _Answers:
             finally:
                 inside = False
 
+        # On the class: Python looks ``__call__`` up there, never on the instance.
         with mock.patch.object(kind, "__call__", call):
             yield
 
@@ -404,6 +405,7 @@ class LossTrial:
             try:
                 answer = self._call_with(inputs)
             finally:
+                # From the last to the first: a leaf that was noted twice gets its first one back.
                 for leaf, gradient in reversed(self._gradients):
                     leaf.grad = gradient
                 self._gradients.clear()

@@ -255,6 +255,7 @@ class SharedStates(Units):
         """End the pass: what no hook has reduced or freed is now."""
         self._leave_out(len(self._order))
         self._go_back_to(-1)
+        # Last: what is in no layer has all of its gradients only when the pass has ended.
         if self.in_rounds:
             self._reduce(self._rest)
         elif self._sums_order is not None:
@@ -268,6 +269,7 @@ class SharedStates(Units):
         """Let units have their turns as they have run, if they have run alike on all workers."""
         order = [*dict.fromkeys([*self._ran, *self._order])]
         told = crc32(repr(order).encode())
+        # The most, and by its negative the least: equal only where all workers say the same.
         most, least = self.largest(torch.tensor([told, -told]).to(self._session.device)).tolist()
         self._order = order if most == -least else self._order
         self._knows_order = True
@@ -536,6 +538,7 @@ class SharedStates(Units):
         dtype = self._parameters[indices[0]].dtype if indices else torch.float32
         numbers = {n: number for flat in self._flats for number, (n, _) in enumerate(flat.members)}
         grads = {n: self._parameters[n].grad for n in indices}
+        # What it owns, not what it keeps: numbers that two workers keep would count twice.
         owned = [
             self._flat_of[n].owned_of(numbers[n], g) for n, g in grads.items() if g is not None
         ]
@@ -551,6 +554,8 @@ class SharedStates(Units):
     def _norm_of_whole(self, indices: Sequence[int], power: float, foreach: bool | None) -> Tensor:
         """The norm of each whole gradient, and of these: no bit of it depends on the shares."""
         norms: dict[int, Tensor] = {}
+        # A vector at a time is whole. The order of members is the same on all workers, and so is
+        # what is asked for: each exchange is a collective.
         for flat in self._flats:
             asked = [(n, index) for n, (index, _) in enumerate(flat.members) if index in indices]
             whole = flat.whole_sums() if asked else torch.empty(0)
