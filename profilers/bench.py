@@ -294,6 +294,7 @@ class Bench:
         work()
         self.wait()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        # A host's device is a core, which this process may have shared with others meanwhile.
         return (cpu if self.backend.is_host else wall), wall
 
     def _of_user(self, role: str, function: Callable[..., Any], *arguments: Any) -> Any:

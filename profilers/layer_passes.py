@@ -239,7 +239,7 @@ def _workspace_bytes(bench: Bench, piece: LayerPiece) -> int | None:
     forward = footprint(lambda: kept.append(piece.call(*inputs.copies)), bench.device)
     results = _results(piece.made(kept[0]))
     gradients = _ones(results)
-    kept.clear()
+    kept.clear()  # only the graph holds what it needs from here on, as in a step
     backward: Footprint | None = Footprint(0, 0)
     if results:
         backward = footprint(lambda: _backward(results, gradients), bench.device)

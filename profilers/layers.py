@@ -232,7 +232,7 @@ def _outcome(bench: Bench, module: Any, positional: Any, named: dict[str, Any]) 
     import torch
 
     parameters = [p for p in bench.model.parameters() if p.requires_grad]
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # so that the model and its trace drop the same
     try:
         answers = tensors_in(module(*positional, **named))
         ends = [tensor for tensor in answers if tensor.requires_grad]
@@ -327,6 +327,7 @@ def _watched(bench: Bench, batch: Any) -> list[_Call]:
         return hook
 
     def leave(module: Any, arguments: Any, answer: Any) -> None:
+        # Its latest call: a module may be called several times.
         index = max(i for i, call in enumerate(calls) if call.module is module)
         for tensor in tensors_in(answer):
             made[tensor if tensor.grad_fn is None else tensor.grad_fn] = index
@@ -389,7 +390,7 @@ def _parameters(model: Any, calls: list[_Call], index: int) -> list[Any]:
 def _joined(calls: list[_Call]) -> list[tuple[int, int]]:
     """Edges as positions; a part that nothing joins to the layers before it hangs on the last."""
     edges = [(source, target) for target, call in enumerate(calls) for source in call.sources]
-    group = list(range(len(calls)))
+    group = list(range(len(calls)))  # union-find: another layer of the same part, or itself
 
     def root(index: int) -> int:
         while group[index] != index:

@@ -547,6 +547,7 @@ def _rehearse(
     expected = [profiled.step_seconds(trial, _NOTHING) for trial in trials]
     share = budget_seconds / (_ROUNDS * len(trials))
     with Crew(target, request, 2, optimizer) as crew:
+        # In rounds over all trials, so that a machine that becomes slower is so for all alike.
         for number in range(_ROUNDS):
             for index, trial in enumerate(trials):
                 which = f"pipeline {index + 1} of {len(trials)}, round {number + 1} of {_ROUNDS}"

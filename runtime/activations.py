@@ -31,6 +31,7 @@ def treat(layers: Iterable[nn.Module], how: Activations) -> None:
     """
     for layer in layers:
         kind: Any = type(layer)
+        # A treated layer's class is followed by ``_Treated`` and by the layer's own.
         kind = kind.__mro__[2] if issubclass(kind, _Treated) else kind
         is_kept = how == "kept" or (how == "recomputed" and not _may_run_again(layer))
         layer.__class__ = kind if is_kept else _treated(kind, how)

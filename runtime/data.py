@@ -489,6 +489,8 @@ class KeyedDataset(Dataset[Any]):
             if not self._draws:
                 return [self.dataset[index] for _, index, _ in keys]
             return [self[key] for key in keys]
+        # One call draws for all samples of a pass, so the first one's key stands for all. Passes
+        # are cut alike on every mapping.
         if self._draws:
             seed_host_streams(self._seed, "samples", *keys[0])
         items: list[Any] = whole([key[1] for key in keys])
@@ -640,6 +642,7 @@ def _repeats(order: Sequence[int]) -> list[int] | None:
     """[samples] how often each entry was drawn before; None where no entry is drawn twice."""
     if isinstance(order, range) or len(set(order)) == len(order):
         return None
+    # A sample that is drawn twice in an epoch is so augmented in two ways.
     seen: Counter[int] = Counter()
     repeats = []
     for index in order:

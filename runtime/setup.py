@@ -148,6 +148,8 @@ def broadcast_state(
         parameter.data = parameter.data.to(place.device)
     for optimizer in optimizers:
         move_optimizer_state(optimizer, optimizer.state)
+    # A joining worker gets the others' values when it joins: now they are between two steps, and
+    # would not meet it in a collective.
     if not place.distributed or place.is_outside:
         return
     named = {**parameters, **dict(model.named_buffers())}
@@ -167,7 +169,7 @@ def broadcast_buffers(model: nn.Module, place: Place) -> None:
 
 
 def _broadcast(tensor: Tensor) -> None:
-    dense = tensor.contiguous()
+    dense = tensor.contiguous()  # collectives take no other memory; values go back below
     peers.broadcast(dense, src=0)
     if dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)

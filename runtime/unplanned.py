@@ -48,6 +48,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         """Find the module as the other finders do, and wrap its loader."""
         if name != self._name or self._is_asking:
             return None
+        # ``find_spec`` asks all finders again, and this one must then stand aside.
         self._is_asking = True
         try:
             spec = importlib.util.find_spec(name)

@@ -86,6 +86,8 @@ def carried(message: Message | None, carry: Carry) -> Message:
         device = message.tensors[0].device if message.tensors else None
         header = torch.frombuffer(bytearray(message.header), dtype=torch.uint8).to(device)
         parts = [part for tensor in (header, *message.tensors) for part in _padded(tensor)]
+        # Lengths first, for which the receiver has room; it makes room for the rest by them. Then
+        # one stream of bytes: thousands of small tensors would cost a latency each.
         carry(torch.tensor([len(header), sum(map(len, parts))]))
         for chunk in _chunks(parts):
             carry(chunk)

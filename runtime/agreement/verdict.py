@@ -76,6 +76,7 @@ def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
 @lru_cache(maxsize=8)
 def _weights(device: torch.device) -> Tensor:
     drawn = torch.randint(-(2**62), 2**62, (_ROW,), generator=generator_of("fingerprint"))
+    # Odd: modulo 2^64 a product with an odd number tells all words apart.
     return (drawn | 1).to(device)
 
 
@@ -103,6 +104,7 @@ class Shadow:
         pairs = list(zip(self.projections, other.projections, strict=True))
         if any(a != a or b != b for a, b in pairs):
             return all((a != a) == (b != b) for a, b in pairs)
+        # With random signs the square of a difference's projection is on average its squared norm.
         squares = sum((a - b) ** 2 for a, b in pairs) / len(pairs)
         limit: float = self.digits**0.5 * max(self.norm, other.norm)
         return bool(squares**0.5 <= limit)

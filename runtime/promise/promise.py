@@ -455,6 +455,9 @@ class Promise:
     def hear(self, wishes: Sequence[float] | Tensor) -> None:
         """Take the sums of all workers' wishes; on devices those of the step before."""
         self._asked, told = self._said, wishes
+        # On devices a function is tested again two steps after the pass that was unlike: its number
+        # is read one step late, and the sum of the wishes another. All workers are late alike, so
+        # they call the model for the test in the same step.
         if self._is_late:
             self._asked, self._wished = self._wished, self._said
             told = self._late_wishes.exchange(torch.as_tensor(wishes).double()) or ()
@@ -500,6 +503,8 @@ class Promise:
         """
         arrived, before, together = self._late.take(), self._before, self._together
         node = self._unlike(before, arrived)
+        # On devices two tests may be left: of the wishes that were summed last, and of the numbers
+        # of the last step, of which nobody has heard yet.
         if together is not None and self._is_late:
             wished = self._late_wishes.take() or ()
             asked = next((number for number, flag in enumerate(wished) if flag), None)

@@ -225,6 +225,7 @@ def _endpoint(env: Mapping[str, str]) -> tuple[str | None, int | None]:
     if "RANK" not in env and "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
         address = env.get("MASTER_ADDR") or _first_host(nodes) or "127.0.0.1"
+        # By the job's number: all its tasks know it, and two jobs on a node get two ports.
         return address, _integer(
             env, "MASTER_PORT", 20000 + _integer(env, "SLURM_JOB_ID", 0) % 9000
         )

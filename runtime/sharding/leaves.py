@@ -62,6 +62,7 @@ class LeafSums:
         """Add a sum, which is overwritten, to that of its sibling, where that has come."""
         while (sibling := Subtree(tree.level, tree.index ^ 1)) in self._held:
             other = self._held.pop(sibling)
+            # Left and right by their place in the tree, whichever came first.
             value = torch.add(*((other, value) if tree.index % 2 else (value, other)), out=value)
             tree = tree.parent(self._num_leaves)
         self._held[tree] = value

@@ -95,6 +95,7 @@ class SharedState:
     def _parameters(self) -> dict[str, Tensor]:
         is_main = self._session.is_main
         found = {}
+        # Iterated on all workers, as each unit is gathered; only the first one copies.
         for name, whole in self._states.in_turn():
             if is_main:
                 found[name] = copy_to_host(whole)
