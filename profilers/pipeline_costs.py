@@ -336,15 +336,11 @@ _Step = tuple[StepTimes, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Rehearsed:
-    """What the rehearsals of all trials gave.
+    """What the rehearsals of all trials gave."""
 
-    Attributes:
-        steps: [trials][steps] the times of both workers.
-        fragmentation_bytes: The most that a worker's allocator held free after a trial's last step,
-            beyond what a step takes for a while; None where it is not known.
-    """
-
-    steps: list[list[_Step]]
+    steps: list[list[_Step]]  # [trials][steps] the times of both workers
+    # The most that a worker's allocator held free after a trial's last step, beyond what a step
+    # takes for a while; None where it is not known.
     fragmentation_bytes: int | None
 
 

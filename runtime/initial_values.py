@@ -90,25 +90,17 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One operation of the tape.
-
-    Attributes:
-        function: The operator.
-        arguments: Its arguments and named arguments, with refs for the tape's tensors.
-        reads: Storages that it reads.
-        writes: Storages that it makes or writes.
-        made: The refs of its results, in order.
-        generator: The random stream that it draws from; None for the host's own.
-        state: State of that stream before; None if it draws nothing.
-    """
+    """One operation of the tape."""
 
     function: Callable[..., Any]
+    # Its arguments and named arguments, with refs for the tape's tensors.
     arguments: tuple[Sequence[Any], Mapping[str, Any]]
-    reads: frozenset[int]
-    writes: frozenset[int]
-    made: tuple[_Ref, ...]
+    reads: frozenset[int]  # storages that it reads
+    writes: frozenset[int]  # storages that it makes or writes
+    made: tuple[_Ref, ...]  # the refs of its results, in order
+    # The random stream that it draws from; None for the host's own.
     generator: torch.Generator | None
-    state: Tensor | None
+    state: Tensor | None  # state of that stream before; None if it draws nothing
 
 
 class Tape:
@@ -358,16 +350,12 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Blocks:
-    """The blocks of this process.
-
-    Attributes:
-        tapes: Their tapes.
-        versions: Of each parameter made in a block, the number of writes to it in the block.
-        waiting: The parameters that ``settle`` has taken, and that were not filled in yet.
-    """
+    """The blocks of this process."""
 
     tapes: list[Tape] = field(default_factory=list)
+    # Of each parameter made in a block, the number of writes to it in the block.
     versions: MutableMapping[Tensor, int] = field(default_factory=_by_identity)
+    # The parameters that ``settle`` has taken, and that were not filled in yet.
     waiting: MutableMapping[Tensor, _Waiting] = field(default_factory=_by_identity)
 
 

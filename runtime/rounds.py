@@ -32,22 +32,13 @@ _PARTS = "for x, y in job.parts(batch): job.backward(criterion(model(x), y))"
 
 @dataclass(slots=True)
 class _Round:
-    """A round that has begun.
-
-    Attributes:
-        step: Its step.
-        is_whole: Whether the script took the batch as one part, without ``job.parts``.
-        given: The parts whose losses have come.
-        item: The pass that runs; None on a worker without samples.
-        running: What is undone when the pass ends.
-        runs: Whether a pass runs.
-    """
+    """A round that has begun."""
 
     step: Step
-    is_whole: bool
-    given: int = 0
-    item: Pass | None = None
-    running: ExitStack = field(default_factory=ExitStack)
+    is_whole: bool  # whether the script took the batch as one part, without ``job.parts``
+    given: int = 0  # the parts whose losses have come
+    item: Pass | None = None  # the pass that runs; None on a worker without samples
+    running: ExitStack = field(default_factory=ExitStack)  # what is undone when the pass ends
     runs: bool = False
 
     @property

@@ -107,19 +107,13 @@ def _refuse(faults: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What counts in a share's loss; numbers that a device has may stay there, as [].
+    """What counts in a share's loss; numbers that a device has may stay there, as []."""
 
-    Attributes:
-        own: The share's samples, 1 for a sum, or its divisor.
-        given: Its part of what divides that in the batch, before a script keeps it from being 0.
-        least: What the script keeps it from falling below.
-        faults: The sum of what is wrong.
-    """
-
-    own: float | Tensor
+    own: float | Tensor  # the share's samples, 1 for a sum, or its divisor
+    # Its part of what divides that in the batch, before a script keeps it from being 0.
     given: float | Tensor
-    least: float = 0.0
-    faults: int | Tensor = 0
+    least: float = 0.0  # what the script keeps it from falling below
+    faults: int | Tensor = 0  # the sum of what is wrong
 
 
 def _divided(loss: Tensor, divisor: Tensor, *, counts: bool) -> _Counted:
@@ -222,37 +216,24 @@ class Known(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What the loss of a share counts.
+    """What the loss of a share counts."""
 
-    Attributes:
-        kind: As its samples; as the whole, which is a sum; as the targets of its cross entropies;
-            or as its divisor.
-        divisor: Where the divisor is among those of the loss's graph.
-    """
-
+    # As its samples; as the whole, which is a sum; as the targets of its cross entropies; or as its
+    # divisor.
     kind: Literal["samples", "sum", "targets", "divisor"]
-    divisor: int = 0
+    divisor: int = 0  # where the divisor is among those of the loss's graph
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What all workers have found of a loss.
+    """What all workers have found of a loss."""
 
-    Attributes:
-        are_means: Whether it is a mean on all of them.
-        are_divided: Whether it is a weighted mean on all of them.
-        are_refuted: Whether it is not what it was on any of them.
-        losses: [workers] of a batch of one sample repeated.
-        rows: [workers] how often it is repeated.
-        close: The relative difference by rounding that they may have.
-    """
-
-    are_means: bool
-    are_divided: bool
-    are_refuted: bool
-    losses: Sequence[float]
-    rows: Sequence[float]
-    close: float
+    are_means: bool  # whether it is a mean on all of them
+    are_divided: bool  # whether it is a weighted mean on all of them
+    are_refuted: bool  # whether it is not what it was on any of them
+    losses: Sequence[float]  # [workers] of a batch of one sample repeated
+    rows: Sequence[float]  # [workers] how often it is repeated
+    close: float  # the relative difference by rounding that they may have
 
     @property
     def per_row(self) -> list[float]:

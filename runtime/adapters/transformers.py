@@ -565,22 +565,14 @@ def _parts_to_try(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a worker's trial found.
+    """What a worker's trial found."""
 
-    Attributes:
-        fits: The kinds that fit; None where it has too few samples to tell.
-        scale: What Trainer multiplies the loss by.
-        divisors: [n] what divides the loss for each that counts, by kind.
-        num_read: Divisors in the graph of a loss.
-        is_telling: Whether any loss, or its gradients, are not 0.
-        said: A failure.
-    """
-
-    fits: set[_Kind] | None
-    scale: float = 1.0
+    fits: set[_Kind] | None  # the kinds that fit; None where it has too few samples to tell
+    scale: float = 1.0  # what Trainer multiplies the loss by
+    # [n] what divides the loss for each that counts, by kind.
     divisors: dict[_Kind, list[float]] = field(default_factory=dict)
-    num_read: int = 0
-    is_telling: bool = True
+    num_read: int = 0  # divisors in the graph of a loss
+    is_telling: bool = True  # whether any loss, or its gradients, are not 0
     said: str = ""
 
 
@@ -656,20 +648,14 @@ def _tried(self: Any, model: Any, inputs: Any, num_items: Any, current: Training
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a trial found of some samples.
-
-    Attributes:
-        loss: Theirs.
-        slope: A number of its gradients.
-        scale: What the rounding of that is relative to.
-        divisors: [n] what the loss is divided by, and the targets that its cross entropies count.
-        read: [n] what it is divided by, and that before it was kept from being nothing.
-    """
+    """What a trial found of some samples."""
 
     loss: float
-    slope: float
-    scale: float
+    slope: float  # a number of its gradients
+    scale: float  # what the rounding of that is relative to
+    # [n] what the loss is divided by, and the targets that its cross entropies count.
     divisors: list[float]
+    # [n] what it is divided by, and that before it was kept from being nothing.
     read: list[tuple[float, float]]
 
 

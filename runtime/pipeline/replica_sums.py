@@ -50,52 +50,32 @@ Flags = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A parameter's place in a bucket.
-
-    Attributes:
-        name: The parameter's name.
-        parameter: What this worker holds of it.
-        start: Where its gradient begins in the bucket's buffer.
-        whole: The shape of the gradient that is summed.
-        contributes: Whether this worker's gradient counts in the sum.
-    """
+    """A parameter's place in a bucket."""
 
     name: str
-    parameter: nn.Parameter
-    start: int
-    whole: torch.Size
-    contributes: bool
+    parameter: nn.Parameter  # what this worker holds of it
+    start: int  # where its gradient begins in the bucket's buffer
+    whole: torch.Size  # the shape of the gradient that is summed
+    contributes: bool  # whether this worker's gradient counts in the sum
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that one collective sums.
-
-    Attributes:
-        slots: The parameters' places.
-        group: The process group of the sum.
-        owner: The only rank that gets the sum; None: all do.
-        stages: The stages that use the parameters.
-        views: [slots] the gradients' places in the buffer; none where they are only lent one.
-        flat: The buffer, while there is one.
-        hooks: [slots] to call when a parameter's gradient has come.
-        watching: The hooks, while the parameters have them.
-        num_missing: How many gradients of the stages' last passes have not come.
-        is_launched: Whether the step's sum was started.
-        work: The sum under way.
-    """
+    """Gradients that one collective sums."""
 
     slots: list[_Slot]
-    group: dist.ProcessGroup
-    owner: int | None
-    stages: tuple[int, ...]
+    group: dist.ProcessGroup  # the process group of the sum
+    owner: int | None  # the only rank that gets the sum; None: all do
+    stages: tuple[int, ...]  # the stages that use the parameters
+    # [slots] the gradients' places in the buffer; none where they are only lent one.
     views: list[Tensor]
-    flat: Tensor | None
+    flat: Tensor | None  # while there is one
+    # [slots] to call when a parameter's gradient has come.
     hooks: list[Hook] = field(default_factory=list)
-    watching: Hooks = field(default_factory=Hooks)
-    num_missing: int = 0
-    is_launched: bool = False
-    work: peers.Transfer | None = None
+    watching: Hooks = field(default_factory=Hooks)  # the hooks, while the parameters have them
+    num_missing: int = 0  # how many gradients of the stages' last passes have not come
+    is_launched: bool = False  # whether the step's sum was started
+    work: peers.Transfer | None = None  # the sum under way
 
     @property
     def is_in_place(self) -> bool:

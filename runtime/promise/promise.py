@@ -265,25 +265,15 @@ def num_summed(node: Any) -> int | None:
 
 @dataclass(slots=True)
 class _Tests:
-    """The tests of one function.
+    """The tests of one function."""
 
-    Attributes:
-        steps: Steps in which it was used; in a pipeline, microbatches.
-        due: The one of its next test, from 1.
-        tries: Tests so far.
-        samples: Samples in them.
-        is_told: Whether their losses could tell.
-        usual: What its losses are divided by; None before the first.
-        unusual: Tests because of another number.
-    """
-
-    steps: int = 0
-    due: int = 1
-    tries: int = 0
-    samples: int = 0
-    is_told: bool = False
-    usual: Counts | None = None
-    unusual: int = 0
+    steps: int = 0  # steps in which it was used; in a pipeline, microbatches
+    due: int = 1  # the one of its next test, from 1
+    tries: int = 0  # tests so far
+    samples: int = 0  # samples in them
+    is_told: bool = False  # whether their losses could tell
+    usual: Counts | None = None  # what its losses are divided by; None before the first
+    unusual: int = 0  # tests because of another number
 
     def note(self, num_samples: int, *, is_told: bool) -> None:
         """Note a test; where the losses of all parts were equal, the samples said little."""
