@@ -205,13 +205,10 @@ def _compare(bench: Bench, layered: "LayeredModel", part: Any, call: Call, where
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a pass gives: the tensors of its answer, and the norm of each parameter's gradient.
-
-    -1 stands for no gradient.
-    """
+    """What a pass gives."""
 
     answers: list[Any]
-    gradients: list[Any]
+    gradients: list[Any]  # the norm of each parameter's; -1 for none
 
 
 def _alike(own: list[Any], traced: list[Any]) -> bool:

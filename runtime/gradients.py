@@ -649,7 +649,7 @@ class GradientReducer:
             self._before.clear()
         if awaits_all:  # each next gradient is a first one, written over what its view holds
             self._awaited.update(self._buffers.views)
-        else:
+        else:  # passes add to the views: earlier gradients stay in the sum, or buffers are moved
             self._attach_all(is_fresh=is_fresh)
 
     def _rebuild_if_changed(self) -> None:
@@ -921,6 +921,8 @@ class GradientReducer:
         def closed(_: Tensor) -> None:
             if not self._is_armed:
                 return
+            # Another order than was learned: some gradient of the bucket is still to come. It is
+            # then summed by ``launch_rest``, and the miss is counted there.
             if _NO_GRADIENT in map(id, map(_gradient, parameters)):
                 return
             if bucket.is_ready:
@@ -954,6 +956,8 @@ class GradientReducer:
         return came
 
     def _check_versions(self) -> None:
+        # Parameters without hooks: a second gradient shows only as a write to a buffer that holds
+        # first ones already, which counts up the buffer's version.
         for number, version in self._versions.items():
             if self._buffers.flats[number]._version != version:
                 raise came_twice("a parameter")

@@ -226,19 +226,16 @@ def _length(spans: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """An operation, or a moment (``seconds`` 0, on no resource).
-
-    ``sides`` are the devices and streams on which it runs, each with the nodes that it waits for
-    there. ``missing`` counts ranks of a collective that have not called it.
-    """
+    """An operation, or a moment (``seconds`` 0, on no resource)."""
 
     order: int
     kind: str = "moment"
     name: str = ""
     seconds: float = 0.0
     resources: tuple[Any, ...] = ()
+    # Devices and streams on which it runs, each with the nodes that it waits for there.
     sides: list[tuple[Device | None, int, frozenset["_Node"]]] = field(default_factory=list)
-    missing: int = 0
+    missing: int = 0  # ranks of a collective that have not called it
     is_done: bool = False
     start: float = 0.0
     end: float = 0.0
@@ -361,6 +358,8 @@ class _Process:
 
     def _ask(self, stream: int, node: _Node) -> None:
         device, waits = self._device_of(stream), self._streams[stream] | self._waited
+        # A moment between: the operation may begin when it could, and all that was asked for
+        # earlier could; what is asked for later waits for the moment, not for the operation's end.
         if self._graph.rates.one_queue:
             gate = self._graph.node()
             gate.sides.append((None, 0, waits | self._queues[device]))

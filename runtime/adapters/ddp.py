@@ -163,6 +163,7 @@ def _look_at_sum(current: Training, own: Any) -> None:
     piece = current.piece
     if not (is_number and piece and _LOOKS[0] and current.place.distributed):
         return
+    # A collective in each look, which all workers make: they call the script's sum together.
     _LOOKS[0] -= 1
     told = [row[0] for row in current.numbers_of_all([float(own)])]
     if len(set(current.shares(piece))) > 1 < len(set(told)) and any(n % 1 for n in told):
@@ -384,6 +385,7 @@ def _backward(
         current.begin_pass()  # its model may be in evaluation mode, or this be its second loss
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
+    # A scaled loss is looked at as the one that it was made of: scales may differ between workers.
     told, scalers = zip(*(_SCALED.pop(root, (root, None)) for root in roots), strict=True)
     for root in told:
         current.check_tried(root)

@@ -247,6 +247,7 @@ class Fence:
             self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise FileError(f"{self._path.parent}: cannot be written: {error.strerror}") from None
+        # Asked again and again, not waited for in the kernel: meanwhile signals are to be obeyed.
         began, has_told = time.monotonic(), False
         while not self._is_locked():
             watch()

@@ -134,6 +134,7 @@ def read_reports(store: Any, last: LastGeneration) -> list[WorkerReport]:
 def interface_towards(host: str, port: int) -> str | None:
     """The network interface that leads to node 0, for collectives; None where unknown."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Of a datagram socket this sends nothing: the kernel chooses a route, and so an address.
         probe.connect((host, port))
         own = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
@@ -184,6 +185,8 @@ class PatientStore:
         Raises:
             Unreachable: None came.
         """
+        # Once it did not answer, its thread may hang in that question for ever: later ones would
+        # queue behind it, and each would wait for the whole limit.
         if self._gone is None:
             reply: Future[Answer] = Future()
             self._asked.put((question, reply))

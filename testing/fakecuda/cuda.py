@@ -65,7 +65,7 @@ def install() -> None:
 
 
 def _resize_storages(torch: Any, native: Any) -> None:
-    """A CPU build of torch resizes no storage of CUDA's."""
+    # A CPU build of torch resizes no storage of CUDA's.
     original = torch.UntypedStorage.resize_
 
     def resize(storage: Any, size: int) -> Any:
@@ -85,6 +85,7 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
     waiting_seeds: list[int] = []  # the last, of before the first use
 
     def first_use() -> None:
+        # By process: a fork of one that has used CUDA must fail, as with the real driver.
         if native.initialised_in() == os.getpid():
             return
         if native.initialised_in():
@@ -265,12 +266,12 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
 
 
 def _mark_steps(native: Any) -> None:
-    """Mark the end of each step of the first optimizer that steps."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     first: list[Any] = []
 
     def mark(optimizer: Any, *_: Any) -> None:
+        # One mark a step, however many optimizers there are: that of the first that stepped.
         if not first:
             first.append(optimizer)
         if optimizer is first[0] and native.initialised_in() == os.getpid():
