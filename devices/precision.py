@@ -1,8 +1,8 @@
 """Number formats that GPUs of unlike generations do not share, and what settles it.
 
 bfloat16 and TF32 came with Ampere (capability 8.0). Torch emulates bfloat16 on older GPUs, which
-is slower than float16; and it computes convolutions in TF32 on newer ones unless told, so that
-one job's gradients are of two precisions.
+is slower than float16. Unless told, it computes convolutions in TF32 on newer ones, so that one
+job's gradients are of two precisions.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """The throughput-over-batch curve of one model on one device (VirtualFlow 5.1.1).
 
-This module decides which sizes to measure and when to stop; measuring itself happens in a
-process of its own (``measurer``), so that running out of memory is only another answer.
+This module decides which sizes to measure and when to stop. Measuring itself happens in a process
+of its own (``process``), so that running out of memory is only another answer.
 """
 
 import re

@@ -226,7 +226,7 @@ class Bench:
         """Bytes that an update allocates temporarily, after ``optimizer_state``; None on GPUs.
 
         Counted on a CPU only: its allocator does not fit large blocks of an update into the room
-        of a pass's, while a GPU's peak is that of the larger of the two.
+        of a pass's. A GPU's peak is that of the larger of the two.
         """
         found = footprint(self.optimizer.step, self.device) if self.backend.is_host else None
         return None if found is None else found.peak_bytes
@@ -235,7 +235,7 @@ class Bench:
         """Wall seconds of passes that are held to a table, as an emulated device runs them.
 
         The passes are one step of as many virtual nodes, so deadlines are absolute and a late
-        pass is made up for by the next; the first, a warm-up, is a step of its own.
+        pass is made up for by the next. The first, a warm-up, is a step of its own.
         """
         batch = self.make_batch(batch_size)
         self.run_step(batch)

@@ -1,8 +1,8 @@
 """Profile the layers of a model alone, at one microbatch size, in the measuring process.
 
 The layers are those that the runtime cuts by (runtime/pipeline/trace.py), so a plan made from a
-profile can be launched; only models that cannot be traced are seen through hooks. Alone, caches
-are warm, so the sums differ from the whole pass, the backward's most; layer times are scaled to
+profile can be launched. Only models that cannot be traced are seen through hooks. Alone, caches
+are warm, so the sums differ from the whole pass, the backward's most. So layer times are scaled to
 the whole, forward and backward apart, and then both to a pass in the loop that trains. All ratios
 are reported.
 """

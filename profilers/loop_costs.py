@@ -95,7 +95,7 @@ class LoopPolicy:
         """[sizes] seconds of the budget, for sizes whose passes and visits take so long.
 
         Every size has room for a visit. Where all together would take too long, the parts of those
-        that have most are cut to one length; where they take less than the least, all are longer.
+        that have most are cut to one length. Where they take less than the least, all are longer.
         """
         parts = self._own_parts(pass_seconds, visit_seconds)
         longer = max(1.0, self.least_total_seconds / max(sum(parts), 1e-9))

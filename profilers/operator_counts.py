@@ -1,7 +1,7 @@
 """Count the operations and bytes of a model's passes, on tensors with shapes but no values.
 
 The workload runs whole (loss, backward, update) under torch's FakeTensorMode: nothing is computed
-and next to no memory is taken, so a laptop can count a model that fits no device of its own. Where
+and next to no memory is taken. So a laptop can count a model that fits no device of its own. Where
 making a batch needs values (a random augmentation, say), batches are made for real, and only their
 shapes go on.
 Floating-point operations are those of ``torch.utils.flop_counter``. Bytes are those of an

@@ -198,8 +198,8 @@ def with_passes(
 ) -> PipelineCosts:
     """The costs with what passes take between them, which messages cause.
 
-    Of each trial of two stages it is what makes the replay of a step as long as the step, at the
-    lower quartile of its steps: other work makes steps longer and never shorter. Of all trials the
+    Of each trial of two stages it is what makes the replay of a step as long as the step. The lower
+    quartile of its steps counts: other work makes steps longer and never shorter. Of all trials the
     median counts. ``step_error`` is the median over all trials of how far the planner's prediction
     by layers is from the step. It uses the time between passes that the other trials have.
 

@@ -1,9 +1,8 @@
 """Train some steps in the runtime's own loop, and report the times of each step's parts.
 
-A rehearsal is what a launch does: the runtime's ``Job`` under a launch config, of a split or of a
-pipeline, over a real DataLoader, with the optimizer's update in every step. It runs inside a
-measuring process, alone or with others, and leaves no trace but trained values, so hundreds can
-follow one another.
+A rehearsal is what a launch does: the runtime's ``Job`` under a launch config of a split or of a
+pipeline. It reads a real DataLoader, and updates in every step. It runs inside a measuring process,
+alone or with others, and leaves no trace but trained values, so hundreds can follow one another.
 
 Three kinds, by what is given: one worker alone; ``group``: the workers of one config, each in a
 process of its own, which synchronise; ``beside``: several processes that each train a config of

@@ -1,8 +1,8 @@
 """Plain DistributedDataParallel under a plan, in scripts that torchrun starts as they are.
 
-A DataLoader with a DistributedSampler has a batch size for each worker; all of them together are
-the global batch, and each worker takes the plan's share of it. Backward passes get the weight of
-the share. accelerate and Trainer wrap their models by it too.
+A DataLoader with a DistributedSampler has a batch size for each worker. All of them together are
+the global batch, of which each worker takes the plan's share. Backward passes get the weight of the
+share. accelerate and Trainer wrap their models by it too.
 """
 
 from collections.abc import Iterator

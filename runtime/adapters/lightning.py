@@ -2,7 +2,7 @@
 
 Whatever strategy, devices and accelerator the script names, the strategy here takes their place. It
 is Lightning's DDPStrategy. Its loaders give this worker's part of each global batch. The Trainer's
-runs the virtual nodes of a training step one after another, and logs the global batch's values:
+runs the virtual nodes of a training step one after another, and logs the global batch's values.
 Lightning would log each worker's own, or their plain mean.
 """
 

@@ -1,10 +1,10 @@
 """How a batch's loss is made of the losses of the workers' shares, found by a trial.
 
-Each worker computes the script's loss of its own share. What that counts in the batch's depends on
-the loss: its share of the samples for a mean, 1 for a sum, its share of the divisor for a mean over
-a mask. A script's own loop cannot be run on parts of a batch, as hf.prepare does. So the operators
-of its first step are recorded, and run again before the backward pass. There samples are replaced
-by others of the batch, and shapes stay:
+Each worker computes the script's loss of its own share. What it counts in the batch's depends on
+the kind of loss. It is the share of the samples for a mean, 1 for a sum, the share of the divisor
+for a mean over a mask. A script's own loop cannot be run on parts of a batch, as hf.prepare does.
+So the operators of its first step are recorded, and run again before the backward pass. There
+samples are replaced by others of the batch, and shapes stay:
 
 - The loss must be the mean, over all samples, of what it is for a batch of this one sample
   repeated. That fails for a root of a mean, a contrast, a choice of hard samples, a mean over a

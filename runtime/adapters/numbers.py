@@ -1,9 +1,9 @@
 """Numbers that a step computes on a worker's part of a batch, and what they are on the whole.
 
-A step of a script gives a loss and logs values, each of the samples that it sees. How the batch's
-number follows from those of its parts is found by a trial: the step is called on a few samples
-together and in two unequal parts. What fits there is a mean over samples or labels, a sum, the
-largest or the smallest. A number of no such kind must be equal on all workers, or it is refused.
+A step of a script gives a loss and logs values, each of the samples that it sees. A trial finds how
+the batch's number follows from those of its parts: the step is called on a few samples together and
+in two unequal parts. What fits there is a mean over samples or labels, a sum, the largest or the
+smallest. A number of no such kind must be equal on all workers, or it is refused.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 A fresh worker spends seconds of CPU time on imports before its first step; a forked one spends a
 few hundredths of a second. The preloaded process imports once, starts no threads and never touches
-CUDA; each request over its socket forks one process, which then becomes what the request says:
+CUDA. Each request over its socket forks one process, which then becomes what the request says:
 arguments, environment, folder, descriptors, signals, limits. To the script it is a fresh process.
 
 - ``Preload`` is what a launch uses: it starts preloaded processes of its own in the background,

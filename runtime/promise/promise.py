@@ -10,8 +10,8 @@ compares samples with each other all differ there::
     the 1 once more                                   the loss depends on no earlier call
     the 16 repeated to the size of the global batch   it chooses no samples of a large batch
 
-The model answers the whole and the one sample; what it answers to the others is known by then, if
-the one sample's answer is the same by itself. So a test takes 18 passes of a sample; the first test
+The model answers the whole and the one sample. Where the one sample's answer is the same by itself,
+the answers to the others are known by then. So a test takes 18 passes of a sample; the first test
 takes 20, as it calls the function twice in training mode, too.
 
 What matters only later (a mask, where padding comes first in a later batch) no first batch shows.
@@ -19,9 +19,9 @@ So every loss is looked at: what it divides by, for each sample (``Counts``). Wh
 number than before, the function is tested again on these very samples. Beside that it is tested
 again in its steps 2, 4, 8 and so on, in a pipeline in its microbatches 2, 4, 8.
 
-The calls have no gradients, run in evaluation mode (dropout and batch-norm are defined by virtual
-node), and leave nothing behind that Python can see: random streams, buffers, variables of the
-script are put back. In the first tests every worker has the same samples and comes to the same
+The calls have no gradients, and run in evaluation mode: dropout and batch-norm are defined by
+virtual node. They leave nothing behind that Python can see: random streams, buffers, variables of
+the script are put back. In the first tests every worker has the same samples and comes to the same
 answer, so no exchange is needed. Workers that share the model's weights (``JointCalls``) call it
 together: then all make a later test that one of them wants.
 """

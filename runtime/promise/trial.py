@@ -1,7 +1,6 @@
 """One test of a loss function: calls on a few samples, whole and in parts, and their comparison.
 
-The calls have no gradients, run in evaluation mode (dropout and batch-norm are defined by virtual
-node), and leave nothing behind that Python can see. promise.py says when a function is tested.
+promise.py says when a function is tested, and how it is called.
 """
 
 import math

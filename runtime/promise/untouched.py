@@ -1,8 +1,8 @@
 """Call a script's function without lasting effects, as far as Python can see them.
 
-What the function can reach is looked at before the call and put back afterwards: the variables that
-it shares with its surroundings, lists and dicts and counters in them, plain objects, modules with
-their buffers and modes, generators of random numbers. Files and prints are not undone.
+What the function can reach is looked at before the call and put back afterwards. That is the
+variables that it shares with its surroundings, lists and dicts and counters in them, plain objects,
+modules with their buffers and modes, generators of random numbers. Files and prints are not undone.
 """
 
 import random
