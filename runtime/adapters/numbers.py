@@ -320,6 +320,8 @@ class ScriptStep:
             kinds = [kind for kind in self._kinds.get(LOSS, ()) if kind in _OF_LOSSES]
             if not kinds:
                 raise self._no_kind(LOSS, "their sum, nor their mean by samples or by labels")
+            # Several kinds may fit all trials so far. That matters only where they weigh these
+            # parts unlike; then this batch is tried too, and at last the likeliest kind counts.
             found = self._weights_by(kinds, parts)
             if self._num_tries >= _MOST_TRIES or len(kinds) == 1:
                 return found[0]

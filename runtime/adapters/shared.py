@@ -96,6 +96,7 @@ class SharedModel:
         states = self.states
         assert states is not None
         if not self.is_open:
+            # Gradients of earlier steps are sums already: they wait aside, and ``end`` adds them.
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
                     self._carried[parameter], parameter.grad = parameter.grad, None
@@ -189,6 +190,8 @@ class SharedModel:
             return
         states.launch_rest()
         states.wait()
+        # What no pass of any worker has used keeps no gradient, so that optimizers leave it alone,
+        # as in one process.
         used = torch.ones(states.num_parameters)
         used[states.unused()] = 0
         used = used.to(self._training.place.device)

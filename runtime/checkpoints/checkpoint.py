@@ -111,6 +111,7 @@ def _check_entry(entry: Any, where: str, at: int) -> int:
     _numbers(entry["shape"], f"{where}.shape")
     size = DTYPES[entry["dtype"]].itemsize
     num_bytes: int = math.prod(entry["shape"]) * size
+    # A length of 0 would hide others that no tensor can have: they make strides, too.
     most = math.prod(max(length, 1) for length in entry["shape"]) * size
     if most > MAX_NUMBER or len(entry["shape"]) > _MAX_DIMENSIONS:
         _broken(f"{where}.shape", "is larger than any tensor")

@@ -115,6 +115,7 @@ class LostWorkers:
                 else f"the workers lost each other {tries} times at the same step, though none has "
                 f"ended: {self.first_sign}"
             )
+        # The leading workers keep the result of their last operation only (elastic/member.py).
         if min(found.values()) < top - 1:
             raise LaunchError("the workers are more than one step apart")
         return found
