@@ -33,8 +33,7 @@ from .promise.promise import Promise
 from .session import Session
 from .setup import final_tensors, state_of
 from .sharding.leaves import NodeOrder
-from .sharding.moving import kept_of, move, shares_of
-from .sharding.saving import SharedState
+from .sharding.saving import SharedState, kept_of, move, shares_of
 from .sharding.states import SharedStates
 from .totals import (
     StepTotals,
