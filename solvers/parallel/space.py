@@ -184,12 +184,23 @@ def _largest(bytes_of_layers: tuple[float, ...], size: int) -> np.ndarray:
 @lru_cache(maxsize=1024)
 def fitting(option: StageOption, num_in_flight: int) -> np.ndarray:
     """Whether a device holds stages, as ``StageOption.fits`` [starts, ends]; none if empty."""
-    places = np.arange(len(option.weights))
-    is_stage = places[None, :] > places[:, None]
     if option.memory_bytes is None:
-        return is_stage
-    fits: np.ndarray = is_stage & (held(option, num_in_flight) <= option.memory_bytes * ROOM)
+        return _updatable(option)
+    once, each = _terms(option)
+    # Asked for each number in flight: as few passes over the table as can be.
+    fits: np.ndarray = once + num_in_flight * each <= option.memory_bytes * ROOM
+    fits &= _updatable(option)
     return fits
+
+
+@lru_cache(maxsize=512)
+def _updatable(option: StageOption) -> np.ndarray:
+    """Whether a device holds what stages [starts, ends] take in an update; none if empty."""
+    places = np.arange(len(option.weights))
+    is_stage: np.ndarray = places[None, :] > places[:, None]
+    if option.memory_bytes is not None:
+        is_stage &= _updating(option) <= option.memory_bytes * ROOM
+    return is_stage
 
 
 def fitting_with(
