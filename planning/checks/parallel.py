@@ -20,7 +20,7 @@ from ...schema.parallel import (
 from ...schema.plan import ParallelCertificate, Plan, ReplicaGroup, Stage
 from ...schema.schedule import PipelineShape
 from . import definitions
-from .parallel_bound import has_places, is_proved, tied_bytes
+from .parallel_bound import has_places, is_proved, most_at_a_layer, tied_bytes
 from .plan import (
     device_faults,
     dollar_faults,
@@ -188,14 +188,11 @@ def _passing_bytes(
         if is_selective:
             core = size * max(_of(stage, sizes.core_bytes, start))
         stashed = sizes.selective_bytes if is_selective else sizes.stashed_bytes
-        whole = sum(size * stashed[layer] for layer in range(start, end))
-        left, most, with_all, behind = whole, 0.0, 0.0, 0
-        for layer in range(end - 1, start - 1, -1):
-            beside = left + (aside[layer] if aside else 0)
-            most, with_all = max(most, beside), max(with_all, beside + behind)
-            left -= size * stashed[layer]
-            behind += sizes.weight_bytes[layer] if is_summed and aside else 0
-        most = min(most + problem.waiting_bytes, with_all)  # of first gradients
+        of_layers = [size * bytes_of_one for bytes_of_one in stashed[start:end]]
+        whole = sum(of_layers)
+        beside = aside[start:end] if aside else (0,) * len(of_layers)
+        summed = sizes.weight_bytes[start:end] if is_summed and aside else ()
+        most = most_at_a_layer(of_layers, beside, summed, problem.waiting_bytes)[-1]
         received = float(problem.output_bytes[start - 1] * size if start else 0)
         sent = float(problem.output_bytes[end - 1] * size if end < len(problem.layers) else 0)
         is_full = stage.recompute == "full"

@@ -258,7 +258,11 @@ def _memory(
     each = np.where(is_stage, each, 0.0)
     summed = sizes.weight_bytes if d > 1 and problem.shard != "all" else ()
     if aside:
-        passing = _most_at_a_layer(size * np.array(kept), aside, summed, problem.waiting_bytes)
+        passing, passed = np.zeros_like(each), size * np.array(kept)
+        for first in range(len(kept)):
+            passing[first, first + 1 :] = most_at_a_layer(
+                passed[first:], aside[first:], summed[first:], problem.waiting_bytes
+            )
         held = held + np.minimum(tied, problem.waiting_bytes)
     else:
         passing = each
@@ -284,25 +288,30 @@ def _memory(
     return in_flight, held, each, states, state * most, ending, np.array(per_byte)
 
 
-def _most_at_a_layer(
-    kept: Table, aside: Sequence[int], summed: Sequence[int], waiting: int
-) -> Table:
-    """[start, end] the most of a backward pass at any of its layers.
+def most_at_a_layer(
+    kept: Sequence[float], aside: Sequence[int], summed: Sequence[int], waiting: int
+) -> list[float]:
+    """The most that a backward pass holds at one of its layers, of stages that begin here.
 
     The layers behind have freed what they kept. Their first gradients of a step wait, all of them
     or as many as may.
+
+    Args:
+        kept: [layers] bytes that a microbatch keeps.
+        aside: [layers] bytes of each layer's workspace.
+        summed: [layers] bytes of gradients that wait for a sum; empty where none does.
+        waiting: How many bytes of these may wait.
+
+    Returns:
+        [layers] of the stage that ends with each.
     """
-    places = len(kept) + 1
-    table = np.zeros((places, places))
-    for start, end in combinations(range(places), 2):
-        left, most, with_all, behind = float(np.sum(kept[start:end])), 0.0, 0.0, 0
-        for layer in range(end - 1, start - 1, -1):
-            most = max(most, left + aside[layer])
-            with_all = max(with_all, left + aside[layer] + behind)
-            left -= kept[layer]
-            behind += summed[layer] if summed else 0
-        table[start, end] = min(most + waiting, with_all)
-    return table
+    found, most, with_all, held, behind = [], 0.0, -inf, 0.0, 0
+    # By where the stage ends: at a layer it holds what was kept until there, however it goes on.
+    for own, beside, gradient in zip(kept, aside, summed or (0,) * len(kept), strict=True):
+        held, behind = held + own, behind + gradient
+        most, with_all = max(most, held + beside), max(with_all, held + beside - behind)
+        found.append(min(most + waiting, with_all + behind))
+    return found
 
 
 def _tied(problem: ParallelProblem, sizes: ShardSizes) -> tuple[Table, Table]:

@@ -160,7 +160,7 @@ class Control:
         self._beat()  # from here on the controller also acts when no heartbeat comes
 
     def send(self, message: FromWorker) -> None:
-        """Send a message to the controller; a worker ends with its own, so errors are none of its."""
+        """Send a message to the controller; a worker whose controller is gone ends with it."""
         self._send(lambda: message)
 
     def _send(self, make: Callable[[], FromWorker]) -> None:
