@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import step_counters
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -28,7 +29,7 @@ from hetflow import runtime as hf
 from hetflow.profilers.zoo import factory_of
 from hetflow.runtime.job import Job
 from hetflow.schema import files
-from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
+from hetflow.schema.launch import LaunchConfig
 
 WORKERS = 1 if torch.cuda.device_count() == 1 else 2
 VIRTUAL_NODES = 8
@@ -190,17 +191,7 @@ def job_stepper(name: str, size: int, nodes: int, folder: Path, rank: int) -> Ca
 
 def config_of(name: str, size: int, nodes: int) -> LaunchConfig:
     kind = "gpu" if torch.cuda.device_count() >= WORKERS else "cpu"
-    slots = tuple(
-        WorkerSlot(
-            rank=rank,
-            device_type=kind,
-            virtual_nodes=tuple(
-                VirtualNode(index=rank * nodes + k, batch_size=size) for k in range(nodes)
-            ),
-        )
-        for rank in range(WORKERS)
-    )
-    return LaunchConfig(model=name, global_batch_size=size * nodes * WORKERS, workers=slots)
+    return step_counters.config_of(name, size, nodes, workers=WORKERS, device_type=kind)
 
 
 def table(results: list[dict[str, object]]) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hetflow.schema import files
+from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.testing.fakecuda import build
 from hetflow.tests.plan_parts import split_plan, whole_group
@@ -57,10 +58,7 @@ def main() -> None:
     if arguments.worker:
         work(*arguments.worker)
         return
-    try:
-        build.library()
-    except build.CannotBuild as error:
-        print(f"nothing counted: {error}")
+    if not can_count():
         return
     names = ["mlp"] if arguments.quick else arguments.models.split(",")
     results = [
@@ -85,6 +83,44 @@ def measured(name: str, variant: str) -> dict[str, float]:
         )
         found: dict[str, float] = json.loads((folder / "counted.json").read_text())
         return found
+
+
+def can_count() -> bool:
+    """Whether the software device can be built here; else says why not."""
+    try:
+        build.library()
+    except build.CannotBuild as error:
+        print(f"nothing counted: {error}")
+        return False
+    return True
+
+
+def config_of(
+    name: str,
+    size: int,
+    nodes: int = 1,
+    *,
+    workers: int = WORKERS,
+    device_type: str = "gpu",
+    shard: Any = None,
+) -> LaunchConfig:
+    """A batch that is split evenly: virtual nodes of ``size`` samples, ``nodes`` a worker.
+
+    With ``shard`` the workers share states, evenly too.
+    """
+    slots = tuple(
+        WorkerSlot(
+            rank=rank,
+            device_type=device_type,
+            virtual_nodes=tuple(
+                VirtualNode(index=rank * nodes + k, batch_size=size) for k in range(nodes)
+            ),
+            state_share_bytes=None if shard is None else 1,
+        )
+        for rank in range(workers)
+    )
+    batch_size = size * nodes * workers
+    return LaunchConfig(model=name, global_batch_size=batch_size, workers=slots, shard=shard)
 
 
 def meeting() -> dict[str, str]:

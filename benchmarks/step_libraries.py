@@ -25,12 +25,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from step_counters import WORKERS, counted_steps, meeting, run_workers
+from step_counters import WORKERS, can_count, config_of, counted_steps, meeting, run_workers
 
 from hetflow.schema import files
-from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.testing import gpus
-from hetflow.testing.fakecuda import build
 
 SIZE = 32  # samples of a worker
 # Width and number of layers; steps of a block and rounds of seconds.
@@ -68,10 +66,7 @@ def main() -> None:
 
 def counted(arguments: list[str]) -> dict[str, Any]:
     """What this script counts in a process of the software device; it prints too."""
-    try:
-        build.library()
-    except build.CannotBuild as error:
-        print(f"nothing counted: {error}")
+    if not can_count():
         return {}
     with tempfile.TemporaryDirectory() as text:
         path = Path(text, "counted.json")
@@ -122,7 +117,8 @@ def seconds(modes: Iterable[str], libraries: Iterable[str]) -> list[dict[str, An
         for mode in modes:
             with tempfile.TemporaryDirectory() as text:
                 folder = Path(text)
-                files.write(folder / "config.json", config_of(1 + (mode == "passes"), "cpu"))
+                config = config_of("mlp", *cut(mode), device_type="cpu")
+                files.write(folder / "config.json", config)
                 run_workers(
                     [__file__, "--worker", ",".join(libraries), mode, size, text],
                     {**os.environ, "HETFLOW_PLAN": str(folder / "config.json")},
@@ -150,7 +146,7 @@ def measured(library: str, mode: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         machine = machine_in(folder)
-        files.write(folder / "config.json", config_of(1 + (mode == "passes")))
+        files.write(folder / "config.json", config_of("mlp", *cut(mode)))
         shared = {**machine.environment, "HETFLOW_PLAN": str(folder / "config.json"), **meeting()}
         workers = []
         for rank in map(str, range(WORKERS)):
@@ -175,20 +171,10 @@ def measured(library: str, mode: str) -> dict[str, float]:
         return found
 
 
-def config_of(nodes: int, device_type: str = "gpu") -> LaunchConfig:
-    """A split of the batch over the workers, each with so many virtual nodes."""
-    size = SIZE // nodes
-    slots = tuple(
-        WorkerSlot(
-            rank=rank,
-            device_type=device_type,
-            virtual_nodes=tuple(
-                VirtualNode(index=rank * nodes + k, batch_size=size) for k in range(nodes)
-            ),
-        )
-        for rank in range(WORKERS)
-    )
-    return LaunchConfig(model="mlp", global_batch_size=SIZE * WORKERS, workers=slots)
+def cut(mode: str) -> tuple[int, int]:
+    """The samples of a pass, and the passes of a worker's step."""
+    passes = 2 if mode == "passes" else 1
+    return SIZE // passes, passes
 
 
 def count(library: str, mode: str, path: Path) -> None:
@@ -254,7 +240,7 @@ def stepper(library: str, mode: str, size: str) -> "Stepper":
     model = nn.Sequential(*blocks, nn.Linear(width, 8))
     number = SIZE * WORKERS * 16
     x, y = torch.randn(number, width), torch.randint(8, (number,))
-    return STEPPERS[library](model, (x, y), mode, 1 + (mode == "passes"))
+    return STEPPERS[library](model, (x, y), mode, cut(mode)[1])
 
 
 def device() -> Any:
