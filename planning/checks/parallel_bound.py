@@ -258,7 +258,7 @@ def _memory(
     each = np.where(is_stage, each, 0.0)
     summed = sizes.weight_bytes if d > 1 and problem.shard != "all" else ()
     if aside:
-        passing, passed = np.zeros_like(each), size * np.array(kept)
+        passing, passed = np.zeros_like(each), [size * own for own in kept]
         for first in range(len(kept)):
             passing[first, first + 1 :] = most_at_a_layer(
                 passed[first:], aside[first:], summed[first:], problem.waiting_bytes
