@@ -1,8 +1,8 @@
 """Call a script's function without lasting effects, as far as Python can see them.
 
-What the function can reach is looked at before the call and put back afterwards. That is the
-variables that it shares with its surroundings, lists and dicts and counters in them, plain objects,
-modules with their buffers and modes, generators of random numbers. Files and prints are not undone.
+What the function can reach is looked at before the call and put back afterwards: variables
+that it shares with its surroundings, lists, dicts and counters in them, and plain objects. So are
+modules with their buffers and modes, and generators of random numbers. Files and prints are not.
 """
 
 import random
