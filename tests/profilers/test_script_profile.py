@@ -21,9 +21,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 set_seed(1)
-model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=1, n_head=2))
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=128, n_embd=64, n_layer=1, n_head=2))
 drawn = torch.Generator().manual_seed(0)
-ids = torch.randint(0, 64, (128, 32), generator=drawn)
+ids = torch.randint(0, 64, (128, 128), generator=drawn)
 arguments = TrainingArguments(
     sys.argv[1], per_device_train_batch_size=int(sys.argv[2]), max_steps=6, logging_steps=1,
     save_steps=2, eval_strategy="epoch", report_to=[], disable_tqdm=True,
@@ -168,24 +168,29 @@ def test_three_commands_train_a_trainer_script_on_unlike_devices(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAINER, encoding="utf-8")
-    # So slow that a busy machine's noise is small beside what the second device spares.
-    devices = ["--device", "cpu:fast=0.03", "--device", "cpu:slow=0.015"]
+    # So slow, with samples so long, that a busy machine's noise is small beside what the second device spares.
+    devices = ["--device", "cpu:fast=0.06", "--device", "cpu:slow=0.03"]
     sizes = ["--batch-sizes", "2,8,16,24", "--quick"]
-    for _ in range(4):
+    gpus = ["--gpus", "1xcpu:fast,1xcpu:slow", "--batch-size", "32"]
+    solved = ["solve", "--profiles", "profiles", *gpus, "-o", "plan.json", "--fastest"]
+    for _ in range(3):
         profiled = ["profile", "train.py", *devices, *sizes, "--force", "--", "out", "32"]
         assert run(profiled) == 0
         # Of the script nothing came after its loop, and nothing was saved in it.
         assert [path.name for path in (tmp_path / "out").iterdir()] == []
-        fast, slow = (
-            files.read(tmp_path / "profiles" / f"train.cpu-{name}.json", Profile)
-            for name in ("fast", "slow")
-        )
-        measured = [point.step_seconds for point in fast.batch_curve]
-        if measured == sorted(measured):  # else noise: of such passes a device alone may be best
+        assert run(solved) in (0, 4)
+        plan = files.read(tmp_path / "plan.json", Plan)
+        shares = {group.device_type: group.device_batch_size for group in plan.groups}
+        if len(shares) == 2:  # else noise: by what was measured, one device alone is best
             break
+    assert shares["cpu:fast"] > shares["cpu:slow"] > 0
+    fast, slow = (
+        files.read(tmp_path / "profiles" / f"train.cpu-{name}.json", Profile)
+        for name in ("fast", "slow")
+    )
     for one, other in zip(fast.batch_curve, slow.batch_curve, strict=True):
         assert other.step_seconds == pytest.approx(2 * one.step_seconds)
-    assert fast.weight_bytes == 4 * (64 * 64 + 32 * 64 + 12 * 64 * 64 + 13 * 64 + 2 * 64)
+    assert fast.weight_bytes == 4 * (64 * 64 + 128 * 64 + 12 * 64 * 64 + 13 * 64 + 2 * 64)
     assert fast.optimizer is not None
     assert (fast.optimizer.name, fast.optimizer.is_default) == ("AdamW", False)
     assert fast.optimizer.state_bytes_per_weight_byte == pytest.approx(2, rel=0.01)
@@ -193,12 +198,6 @@ def test_three_commands_train_a_trainer_script_on_unlike_devices(
     assert fast.provenance is not None
     assert fast.provenance["script_batch_size"] == 32
     assert "in the loop" in fast.provenance["sync"]["method"]
-
-    gpus = ["--gpus", "1xcpu:fast,1xcpu:slow", "--batch-size", "32"]
-    assert run(["solve", "--profiles", "profiles", *gpus, "-o", "plan.json", "--fastest"]) in (0, 4)
-    plan = files.read(tmp_path / "plan.json", Plan)
-    shares = {group.device_type: group.device_batch_size for group in plan.groups}
-    assert shares["cpu:fast"] > shares["cpu:slow"] > 0
 
     command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", "run", "plan.json"]
     done = programs.run([*command, "train.py", "trained", "32"], timeout=180, cwd=tmp_path)
