@@ -216,7 +216,7 @@ def asks(
         readers = asked.option.read_by
         if asked.name in fixed or (only and readers and not set(readers) & set(only)):
             continue
-        own = list(_flags(asked, only))
+        own = list(_flags(asked, only, record))
         flags += own
         reads.append((asked.name, [flag.name for flag in own], _reader(asked)))
     flags.sort(key=lambda each: not isinstance(each.annotation.__metadata__[0], _ARGUMENT))
@@ -286,11 +286,13 @@ def _text(kind: Any) -> str:
     return kind.removesuffix(" | None")
 
 
-def _flags(asked: options.Asked, only: Collection[str] | None) -> Iterator[inspect.Parameter]:
+def _flags(
+    asked: options.Asked, only: Collection[str] | None, record: type
+) -> Iterator[inspect.Parameter]:
     """The options of the parser for one field; a pool and an optimizer have two ways each."""
     said, text = asked.option, _text(asked.kind)
     reading = _READINGS.get(text)
-    with options.spelled_by(flag_of):
+    with options.spelled_by(partial(requests.flag_of, first=record)):
         words = told(said.help) + (f" [default: {told(said.default)}]" if said.default else "")
     shown: dict[str, Any] = {
         "help": words + (f" [{reading.range}]" if reading is not None and reading.range else ""),

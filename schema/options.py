@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 # The words that users choose between: types of values in requests and in files.
@@ -107,8 +108,13 @@ class Asked:
     option: Option
 
 
-def asked_of(record: type) -> Iterator[Asked]:
-    """Yield the options of a request record, in order."""
+@cache
+def asked_of(record: type) -> tuple[Asked, ...]:
+    """Return the options of a request record, in order."""
+    return tuple(_asked_of(record))
+
+
+def _asked_of(record: type) -> Iterator[Asked]:
     for entry in fields(record):
         if get_origin(entry.type) is not Annotated:
             continue  # what a door adds

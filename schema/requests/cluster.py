@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from ..options import Option
-from .simulate import POLICIES, POOL
+from . import POLICIES, POOL, RATES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -230,13 +230,6 @@ class DashboardRequest:
     listen: Annotated[
         str, Option(metavar="ADDRESS:PORT", help="Where to listen; port 0 is any that is free.")
     ] = "127.0.0.1:0"
-
-
-RATES = Option(
-    flag="--rate",
-    help="With {sacct}: a type's relative speed, v100=3.5; may be repeated.",
-    default="a job runs only on the type that it ran on",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from ..options import Option
-from .cluster import RATES
-from .launch import CHECKPOINT_EVERY
-from .simulate import AT, MARKET
+from . import AT, CHECKPOINT_EVERY, MARKET, RATES
 
 if TYPE_CHECKING:
     from pathlib import Path

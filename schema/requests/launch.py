@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from ..options import OnFailure, Option
-from .simulate import POOL
+from . import CHECKPOINT_EVERY, POOL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
         TimeoutSeconds,
         WaitSeconds,
     )
-
-
-CHECKPOINT_EVERY = Option(help="Steps between checkpoints [0: at SIGTERM and the end].")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ..options import Option, Placement
+from . import AT, MARKET, POLICIES, POOL
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,31 +28,6 @@ if TYPE_CHECKING:
 
 
 # The requests for throughputs of jobs, and for an allocation of devices by them.
-
-
-POLICIES = Option(
-    names="policies",
-    metavar="NAME",
-    help="las, las_weighted, las_water_filling, hierarchical, makespan, makespan_budget, "
-    "finish_time_fairness, fifo, static_priority, sjf, max_throughput, max_normalised_throughput, "
-    "min_cost, min_cost_slo, min_cost_ratio, min_cost_ratio_slo, min_cost_per_job, "
-    "min_cost_per_job_slo, min_dollars_slo or a plug-in's.",
-)
-POOL = Option(
-    help="The pool: 2xV100,8xP100, V100:2:16GB, 4x(4xV100).",
-    python='Also ``{"V100": 2, "P100": 8}``, a ``Cluster``, or the ``Path`` of a cluster\'s file.',
-)
-MARKET = Option(
-    rare=True,
-    help="Prices of the devices, in any form that `hetflow rent` takes (may be repeated); the "
-    "cheapest of each type counts.",
-    python="Also ``Market`` records.",
-)
-AT = Option(
-    rare=True,
-    help="Time of those prices, as 2020-03-07T00:00:00Z.",
-    default="the market's last prices",
-)
 
 
 @dataclass(frozen=True, slots=True)

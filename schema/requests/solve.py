@@ -14,7 +14,7 @@ from ..options import (
     Strategy,
 )
 from ..schedule import DEFAULT_SCHEDULE
-from .simulate import AT, MARKET, POOL
+from . import AT, MARKET, POOL
 
 if TYPE_CHECKING:
     from pathlib import Path
