@@ -168,7 +168,7 @@ def test_three_commands_train_a_trainer_script_on_unlike_devices(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(TRAINER, encoding="utf-8")
-    # So slow, with samples so long, that a busy machine's noise is small beside what the second device spares.
+    # So slow, with samples so long, that noise is small beside what the second device spares.
     devices = ["--device", "cpu:fast=0.06", "--device", "cpu:slow=0.03"]
     sizes = ["--batch-sizes", "2,8,16,24", "--quick"]
     gpus = ["--gpus", "1xcpu:fast,1xcpu:slow", "--batch-size", "32"]
