@@ -364,7 +364,10 @@ class Spaces:
 
     def of(self, microbatch_size: int, num_replicas: int = 1) -> OptionSpace:
         """``space_of``, once for all that have the same options."""
-        key = microbatch_size, num_replicas if self._problem.shard else 1
+        if not self._problem.shard:
+            # First gradients wait to be summed where there are other replicas, however many.
+            num_replicas = min(num_replicas, 2) if self._problem.waiting_bytes else 1
+        key = microbatch_size, num_replicas
         if key not in self._known:
             self._known[key] = space_of(self._problem, *key)
         return self._known[key]

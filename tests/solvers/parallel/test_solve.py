@@ -201,6 +201,20 @@ def test_a_stage_holds_most_at_one_of_its_layers_or_in_an_update() -> None:
         assert plan.stages[0].memory_bytes == 4 * sum(weights) + most
 
 
+def test_first_gradients_wait_where_there_are_other_replicas() -> None:
+    problem = two_types()
+    timed = replace(problem.pools[0].times[0], workspace_bytes=(4 * 10**6, 0, 0, 0))
+    pool = replace(problem.pools[0], times=(timed,))
+    held = {}
+    for waiting in (0, 1 << 19):
+        asked = replace(problem, pools=(pool,), waiting_bytes=waiting, most_stages=1)
+        plan = solve(asked)
+        assert check(plan, asked) == []
+        assert plan.stages[0].num_replicas == 4
+        held[waiting] = plan.stages[0].memory_bytes or 0
+    assert held[1 << 19] == held[0] + (1 << 19)
+
+
 def test_what_is_missing_counts_as_many_replicas_as_share_weights() -> None:
     """A layer of 1 MiB takes 4 with its states alone; 4/d and 2 where d replicas share all."""
     problem = replace(two_types(), optimizer=ADAM, recompute=("none",), shards=("all",))
