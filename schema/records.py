@@ -22,8 +22,9 @@ T = TypeVar("T")
 # Upper bounds are far above real values, and low enough that products do not overflow.
 Count = Annotated[int, Field(ge=1, le=10**12)]
 Index = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Bytes = Annotated[int, Field(ge=0, le=2**60)]
-PositiveBytes = Annotated[int, Field(ge=1, le=2**60)]
+MOST_BYTES = 2**60
+Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+PositiveBytes = Annotated[int, Field(ge=1, le=MOST_BYTES)]
 NonNegative = Annotated[float, Field(ge=0)]
 """A number without a unit, or with the unit that the field's docstring states."""
 Positive = Annotated[float, Field(gt=0)]

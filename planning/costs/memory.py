@@ -1,12 +1,13 @@
 """Memory: which profiled batch sizes fit a device, and what is left free of tensors."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 from ...schema.cluster import Cluster
 from ...schema.layers import PassMoment
 from ...schema.profile import BatchPoint, LayerGraph, MemoryReserve, Profile, changed_curves
+from ...schema.records import MOST_BYTES
 
 COMPARED_BYTES = 1 << 17
 """What a worker keeps on its device to compare its parameters with others'."""
@@ -36,6 +37,28 @@ def most_pinned_bytes(profile: Profile, pool: Cluster) -> int | None:
         and (memory := server.host_memory_bytes or profile.host_memory_bytes) is not None
     ]
     return min(parts, default=None)
+
+
+def fewest_missing(fits: Callable[[int], bool], memory_bytes: Iterable[int]) -> int | None:
+    """The fewest bytes that every device would need more, so that something fits.
+
+    Args:
+        fits: Whether it does with so many more; with more still it does too.
+        memory_bytes: Of the devices as they are.
+
+    Returns:
+        0 where it fits as it is; None where no memory helps.
+    """
+    low, high, most = -1, 0, MOST_BYTES - max(memory_bytes, default=0)
+    if not fits(most):
+        return None
+    while not fits(high):
+        # Doubled until it fits, then halved: ``low`` never fits, ``high`` always does.
+        low, high = high, min(2 * high or 1, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def most_of(moments: Iterable[PassMoment]) -> tuple[PassMoment, ...]:

@@ -136,20 +136,6 @@ def most_share_bytes(
     return int(most)
 
 
-def room_bytes(
-    problem: ShardedProblem,
-    kind: ShardedDevices,
-    point: BatchPoint,
-    shard: Shard,
-    rounds: int | None,
-) -> int:
-    """Bytes of states that fit beside a pass of this size; negative: so many are missing."""
-    share = most_share_bytes(problem, kind, point, shard, rounds)
-    if share is None:
-        return kind.memory_bytes - peak_bytes(problem, point, shard, rounds, 0)
-    return int(shared_ratio(problem, shard) * share)
-
-
 def peak_bytes(
     problem: ShardedProblem, point: BatchPoint, shard: Shard, rounds: int | None, share_bytes: int
 ) -> int:

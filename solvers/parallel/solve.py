@@ -7,6 +7,7 @@ searched apart (interleaved.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
@@ -14,6 +15,7 @@ from math import ceil, inf
 
 import numpy as np
 
+from ...planning.costs.memory import fewest_missing
 from ...planning.costs.parallel_stage import bubble_fraction
 from ...planning.costs.sharding import owners_seconds
 from ...schema.errors import InfeasibleError, ProblemError, TooLittleTimeError
@@ -155,6 +157,13 @@ def _in_chunks(
 def _search(
     problem: ParallelProblem, effort: Effort, limit: float
 ) -> tuple[FoundPlan | None, float, tuple[PricedPlans, ...]]:
+    tree = _tree(problem, effort, limit)
+    tree.try_first()
+    tree.run()
+    return tree.best, tree.bound, tree.priced()
+
+
+def _tree(problem: ParallelProblem, effort: Effort, limit: float) -> "_Tree":
     devices = sum(pool.num_devices for pool in problem.pools)
     tree = _Tree(limit, effort)
     for number, own in enumerate(problem.by_shard):
@@ -163,9 +172,7 @@ def _search(
             for replicas in replica_counts(own, size, devices):
                 if replicas > 1 or not number:  # one replica shares nothing
                     tree.open(ReplicaSearch(own, spaces.of(size, replicas), replicas, effort))
-    tree.try_first()
-    tree.run()
-    return tree.best, tree.bound, tree.priced()
+    return tree
 
 
 _Part = tuple[float, ReplicaSearch, "CappedRegion | Labels | None"]
@@ -659,28 +666,24 @@ def _interleaved_sentence(problem: ParallelProblem) -> str:
     )
 
 
-_MOST_BYTES = 1 << 60
-
-
 def missing_bytes(problem: ParallelProblem) -> int | None:
-    """Bytes that every device would need more, at least, so that a plan fits.
+    """The fewest bytes that every device would need more, so that a plan fits.
 
-    By the relaxation that bounds devices, so less is not enough; with a single device type and one
-    replica it is exact.
+    Less is never enough for plans that are not interleaved. So much is, unless the search ends at
+    its limit of work before it has a plan.
 
     Returns:
         None where no memory would help: there are too few devices for any group.
     """
-    low, high = 0, 1
-    while not _might_fit(problem, high):
-        # Doubled until it fits, then halved: ``low`` never fits, ``high`` always does.
-        low, high = high, 2 * high
-        if high > _MOST_BYTES:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _might_fit(problem, middle) else (middle, high)
-    return high
+    own = [pool.memory_bytes for pool in problem.pools if pool.memory_bytes is not None]
+    # The relaxation that bounds devices is quick, and seldom says too little.
+    least = fewest_missing(lambda more_bytes: _may_fit(_with_more(problem, more_bytes)), own)
+    if least is None or _has_plan(_with_more(problem, least)):
+        return least
+    found = fewest_missing(
+        lambda more_bytes: more_bytes > least and _has_plan(_with_more(problem, more_bytes)), own
+    )
+    return least if found is None else found
 
 
 def smallest_pools(problem: ParallelProblem) -> dict[str, int]:
@@ -696,17 +699,33 @@ def smallest_pools(problem: ParallelProblem) -> dict[str, int]:
     return found
 
 
-def _might_fit(problem: ParallelProblem, more_bytes: int) -> bool:
+def _with_more(problem: ParallelProblem, more_bytes: int) -> ParallelProblem:
     pools = tuple(
         pool
         if pool.memory_bytes is None
         else replace(pool, memory_bytes=pool.memory_bytes + more_bytes)
         for pool in problem.pools
     )
-    return any(_may_fit(own) for own in replace(problem, pools=pools).by_shard)
+    return replace(problem, pools=pools)
+
+
+def _has_plan(problem: ParallelProblem) -> bool:
+    """Whether the search finds any plan, at which it stops."""
+    tree: _Tree | None = None
+    effort = replace(DEFAULT, should_stop=lambda: tree is not None and tree.best is not None)
+    tree = _tree(problem, effort, _ceiling(problem, Spaces(problem)))
+    with suppress(OutOfTimeError):  # once it has one
+        tree.try_first()
+        tree.run()
+    return tree.best is not None
 
 
 def _may_fit(problem: ParallelProblem) -> bool:
+    """Whether a plan fits by bounds on devices, which plans that fit always meet."""
+    return any(_meets_bounds(own) for own in problem.by_shard)
+
+
+def _meets_bounds(problem: ParallelProblem) -> bool:
     devices, spaces = sum(pool.num_devices for pool in problem.pools), Spaces(problem)
     for size in spaces.microbatch_sizes:
         if not spaces.of(size).options:

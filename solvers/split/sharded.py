@@ -15,12 +15,13 @@ end that is short enough beside its shortest time. O(devices x choices x batch) 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from ...planning.costs.memory import fewest_missing
 from ...planning.costs.sharding import (
     copied_ratio,
     end_seconds,
@@ -29,8 +30,6 @@ from ...planning.costs.sharding import (
     most_updated_bytes,
     peak_bytes,
     predict,
-    room_bytes,
-    shared_ratio,
     step_seconds,
     transfers,
 )
@@ -305,9 +304,9 @@ def solve(problem: ShardedProblem) -> Plan:
         A plan that ``checks.sharded_split.check`` accepts for ``problem``, proved optimal.
 
     Raises:
-        InfeasibleError: Batch and states do not fit; it says the fewest bytes that are missing.
+        InfeasibleError: Batch and states do not fit; says the fewest bytes that devices lack.
     """
-    choices = list(_choices(problem, most_share_bytes))
+    choices = list(_choices(problem))
     best: tuple[float, _Choice, float, float] | None = None
     # The choice that could be fastest comes first: its step refutes most of the others unseen.
     for choice in sorted(choices, key=lambda one: one.least_seconds):
@@ -345,18 +344,18 @@ def solve(problem: ShardedProblem) -> Plan:
     )
 
 
-def _choices(problem: ShardedProblem, room: Callable[..., int | None]) -> Iterator[_Choice]:
-    """All ways to share; ``room`` values a size on a type, or says that it cannot be taken."""
+def _choices(problem: ShardedProblem) -> Iterator[_Choice]:
+    """All ways to share."""
     batch = problem.global_batch_size
     for shard in problem.shards:
 
         def entries(rounds: int | None, shard: Shard = shard) -> tuple[_Entry, ...]:
             return tuple(
-                _Entry(number, point, worth, how)
+                _Entry(number, point, room, how)
                 for number, kind in enumerate(problem.devices)
                 for how, curve in curves_of(kind).items()
                 for point in problem.allowed(curve)
-                if (worth := room(problem, kind, point, shard, rounds)) is not None
+                if (room := most_share_bytes(problem, kind, point, shard, rounds)) is not None
             )
 
         if not in_rounds(shard):
@@ -468,29 +467,39 @@ def _groups(
 
 
 def _does_not_fit(problem: ShardedProblem) -> InfeasibleError:
-    """Say how many bytes are missing in the plan that comes closest to fitting."""
-    least: tuple[int, Shard] | None = None
-    for choice in _choices(problem, room_bytes):
-        # The longest time of all: only memory counts.
-        for seconds in choice.candidates()[-1:]:
-            worth = int(choice.rooms(seconds, np.inf)[-1][-1])
-            if worth <= _NEVER // 2:
-                continue
-            needed = int(shared_ratio(problem, choice.shard) * problem.weight_bytes)
-            short = max(1, needed - worth)
-            if least is None or short < least[0]:
-                least = short, choice.shard
-    batch = problem.global_batch_size
-    if least is None:
-        sizes = sorted({e.size for choice in _choices(problem, room_bytes) for e in choice.entries})
+    """Say how many bytes are missing on every device."""
+    batch, missing = problem.global_batch_size, missing_bytes(problem)
+    if missing is None:
+        kinds = (curve for kind in problem.devices for curve in curves_of(kind).values())
+        sizes = sorted({p.batch_size for curve in kinds for p in problem.allowed(curve)})
         return InfeasibleError(
             f"no devices add up to a global batch of exactly {batch} in equally many passes of "
             f"profiled sizes ({', '.join(map(str, sizes))})",
             hint="profile more batch sizes, or choose a batch that these divide",
         )
     return InfeasibleError(
-        f"a global batch of {batch} and the shared states ({least[1]}) do not fit the "
-        f"{problem.num_devices} devices together: at least {least[0]} bytes are missing",
+        f"a global batch of {batch} and the shared states ({' or '.join(problem.shards)}) do not "
+        f"fit the {problem.num_devices} devices together; every device lacks at least "
+        f"{missing:,} bytes",
         hint="add devices or memory, profile smaller batch sizes, or take an optimizer with less "
         "state",
     )
+
+
+def missing_bytes(problem: ShardedProblem) -> int | None:
+    """The fewest bytes that every device would need more, so that a plan fits.
+
+    Returns:
+        0 where one fits as it is; None where no memory helps: no devices add up to the batch.
+    """
+    own = [kind.memory_bytes for kind in problem.devices]
+    return fewest_missing(lambda more_bytes: _fits(problem, more_bytes), own)
+
+
+def _fits(problem: ShardedProblem, more_bytes: int) -> bool:
+    """Whether any plan fits devices of so much more memory, whatever its step takes."""
+    devices = tuple(
+        replace(kind, memory_bytes=kind.memory_bytes + more_bytes) for kind in problem.devices
+    )
+    choices = _choices(replace(problem, devices=devices))
+    return any(choice.entries and choice.fits(np.inf, np.inf) for choice in choices)

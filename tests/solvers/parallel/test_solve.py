@@ -4,12 +4,13 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hetflow.planning.checks.parallel import check
 from hetflow.planning.checks.parallel_bound import is_proved
 from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.schema.options import Shard
 from hetflow.schema.parallel import (
     DegreeLink,
     LinkCurve,
@@ -370,6 +371,46 @@ def test_what_a_pool_lacks(problem: ParallelProblem) -> None:
         assert missing is not None
         assert is_enough(1, missing)
         assert not is_enough(1, missing - 1)
+
+
+@settings(max_examples=examples(60))
+@given(
+    problems(),
+    st.sampled_from(
+        [(None,), ("optimizer",), ("gradients",), ("all",), (None, "optimizer", "gradients", "all")]
+    ),
+)
+def test_with_the_bytes_that_devices_lack_a_plan_fits_and_with_one_less_none(
+    problem: ParallelProblem, shards: tuple[Shard | None, ...]
+) -> None:
+    """Where no plan fits a quarter of the memory, by ``solve``, which equals enumeration."""
+    assume(microbatch_sizes(problem))
+    asked = replace(problem, cost_rule="hetflow", shards=shards)
+
+    def with_more(more_bytes: int) -> ParallelProblem:
+        pools = tuple(
+            pool
+            if pool.memory_bytes is None
+            else replace(pool, memory_bytes=pool.memory_bytes // 4 + more_bytes)
+            for pool in asked.pools
+        )
+        return replace(asked, pools=pools)
+
+    def fits(more_bytes: int) -> bool:
+        try:
+            solve(with_more(more_bytes))
+        except InfeasibleError:
+            return False
+        return True
+
+    if fits(0):
+        return
+    missing = missing_bytes(with_more(0))
+    if missing is None:
+        assert not fits(1 << 50)
+    else:
+        assert fits(missing)
+        assert not fits(missing - 1)
 
 
 def test_dealing_takes_what_the_pool_has() -> None:

@@ -17,7 +17,7 @@ from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import Plan, SharesCertificate
 from hetflow.schema.problem import ShardedDevices, ShardedProblem
 from hetflow.schema.profile import BatchPoint
-from hetflow.solvers.split.sharded import solve
+from hetflow.solvers.split.sharded import missing_bytes, solve
 
 INSTANCES = 300
 
@@ -324,17 +324,29 @@ def test_a_certificate_that_leaves_out_or_overstates_is_refused() -> None:
     assert check(replace(plan, proof=forged), problem)
 
 
-def test_says_the_fewest_bytes_that_are_missing() -> None:
-    problem = replace(
-        drawn(0), shards=("all",), global_batch_size=4, gathered_bytes=0, frozen_bytes=0
-    )
-    [kind] = [replace(problem.devices[0], num_devices=2)]
-    point = replace(kind.batch_curve[0], batch_size=2, peak_memory_bytes=1000)
-    weights, ratio = problem.weight_bytes, 2 + problem.optimizer.state_bytes_per_weight_byte
-    beside = 1000 - round(ratio * weights)
-    short = replace(
-        problem,
-        devices=(replace(kind, batch_curve=(point,), memory_bytes=beside + 10),),
-    )
-    with pytest.raises(InfeasibleError, match=f"at least {round(ratio * weights) - 20} bytes"):
-        solve(short)
+def with_more(problem: ShardedProblem, more_bytes: int) -> ShardedProblem:
+    """The problem on devices of so much more memory."""
+    kinds = (replace(kind, memory_bytes=kind.memory_bytes + more_bytes) for kind in problem.devices)
+    return replace(problem, devices=tuple(kinds))
+
+
+def test_with_the_bytes_that_devices_lack_a_plan_fits_and_with_one_less_none() -> None:
+    """By enumeration, of problems in which nothing fits."""
+    lacking = hopeless = 0
+    for seed in range(0, INSTANCES, 6):
+        problem = drawn(seed)
+        if solved(problem) is not None:
+            assert missing_bytes(problem) == 0
+            continue
+        missing = missing_bytes(problem)
+        if missing is None:
+            assert next(steps(with_more(problem, 1 << 40)), None) is None, seed
+            hopeless += 1
+            continue
+        assert next(steps(with_more(problem, missing)), None) is not None, seed
+        assert next(steps(with_more(problem, missing - 1)), None) is None, seed
+        with pytest.raises(InfeasibleError, match=f"lacks at least {missing} bytes"):
+            solve(problem)
+        lacking += 1
+    assert lacking > 5
+    assert hopeless
