@@ -6,6 +6,7 @@ message and all-reduce is recomputed, and the step follows from them (docs/paral
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import ceil
 
 from ...schema.errors import ProblemError
@@ -152,7 +153,7 @@ def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[fl
         if plan.shard == "all":
             updated *= _part(plan, problem, number, group)
             held *= _part(plan, problem, number, group)
-            gathered = 2 * _gathered(plan.stages[number].layers, weights)
+            gathered = 2 * _gathered([plan.stages[each].layers for each in own], weights)
         elif plan.shared_states is not None and problem.optimizer is not None:
             largest, replicas = max(weights), plan.stages[number].num_replicas
             updated = (sum(weights) - largest) / replicas + largest
@@ -212,12 +213,15 @@ def _ends(plan: Plan, number: int) -> tuple[int, int]:
     return start, start + len(plan.stages[number].layers)
 
 
-def _gathered(layers: Sequence[str], weights: Sequence[float]) -> float:
-    """Bytes of weights of a stage that are whole at a time."""
-    units = _units(layers, weights)
-    rest = units.pop("", 0.0)
+def _gathered(stages: Sequence[Sequence[str]], weights: Sequence[float]) -> float:
+    """Bytes of weights of a device's stages that are whole at a time."""
+    rest, repeated, left = 0.0, list[float](), iter(weights)
+    for layers in stages:  # each gathers its own part of a layer that is cut
+        units = _units(layers, list(islice(left, len(layers))))
+        rest += units.pop("", 0.0)
+        repeated += units.values()
     # While one unit is used the next one comes: two are whole at a time.
-    return rest + sum(sorted(units.values())[-2:])
+    return rest + sum(sorted(repeated)[-2:])
 
 
 def _units(layers: Sequence[str], weights: Sequence[float]) -> dict[str, float]:
@@ -312,8 +316,8 @@ def _shape_faults(plan: Plan, problem: ParallelProblem) -> Iterator[str]:
         yield f"replicas share {own or 'nothing'}, the problem has them share {asked}"
     if {stage.shard for stage in plan.stages} not in ({None}, {"all"}):
         yield "stages share unlike states"
-    if own == "all" and (plan.shard_optimizer or chunks > 1 or replicas == {1}):
-        yield "weights are shared by several replicas of one stage a device, with all states"
+    if own == "all" and (plan.shard_optimizer or replicas == {1}):
+        yield "weights are shared by several replicas, with all states"
     if own == "all" and plan.num_microbatches % min(replicas):
         yield f"{plan.num_microbatches} microbatches do not divide among replicas that meet in each"
     for number, stage in enumerate(plan.stages):
@@ -331,8 +335,12 @@ def _share_faults(plan: Plan, problem: ParallelProblem, number: int) -> Iterator
     shares = [group.state_share_bytes for group in stage.replicas]
     if set(shares) == {None} and plan.shard is None:
         return
-    if plan.shared_states is None or plan.num_model_chunks > 1 or None in shares:
-        yield "state_share_bytes are of all replicas that share the state, of a stage a device"
+    is_chunk = plan.num_model_chunks > 1 and plan.shard is None
+    if plan.shared_states is None or is_chunk or None in shares:
+        yield (
+            "state_share_bytes are of all replicas that share the state, of a stage a device or "
+            "of its weights too"
+        )
         return
     # Rounded up, shares hold all or more; less would lose some state.
     held = sum(g.num_replicas * (g.state_share_bytes or 0) for g in stage.replicas)
@@ -671,9 +679,11 @@ def _curves_between(problem: ParallelProblem, types: set[str]) -> list[LinkCurve
 def _reduce(plan: Plan, problem: ParallelProblem, number: int) -> float:
     """Seconds of a stage's sums: every byte goes round twice, or once where one replica gets it."""
     # Where weights are shared: the rest, gathered and reduced once a step, and the last reduction.
+    # Of the chunks of a device the first one has the last pass of a step.
     if plan.shard is not None:
         rest, layers = _shared_units(plan, problem, number)
-        return _sent(plan, problem, number, [*rest, *rest, *sorted(layers)[-1:]])
+        last = sorted(layers)[-1:] if number < plan.num_positions else []
+        return _sent(plan, problem, number, [*rest, *rest, *last])
     return _ring(plan, problem, number, rounds=1 if plan.shared_states == "gradients" else 2)
 
 

@@ -1084,7 +1084,7 @@ def _is_new(label: _Label, known: dict[Any, list[Any]]) -> bool:
 
 def _has_no_chunks(problem: ParallelProblem, below: float, left: _Left) -> bool:
     """Whether no interleaved plan takes less: (v m + p - 1) passes of its slowest chunk (4.2.2)."""
-    chunks = [v for v in problem.num_model_chunks if v > 1 and problem.shard != "all"]
+    chunks = [v for v in problem.num_model_chunks if v > 1]
     for size in _sizes(problem) if chunks else ():
         units, devices = (
             ceil(problem.global_batch_size / size),
@@ -1145,6 +1145,9 @@ class _Slowest:
         pool = search.problem.pools[self._option.pool]
         inside = pool.inside is not None and not pool.devices_per_server % (d * self._option.degree)
         curve = pool.inside if inside and pool.inside is not None else _link_of_one(pool)
+        if search.shares_weights:  # what is in no repeated layer comes and goes once a step
+            rest = float(search.units(self._option.degree)[3][0, -1])
+            return update / d + 2 * rest / positions / curve.coefficients[0]
         if len(curve.coefficients) > 1:
             return update / (1 if search.problem.shard is None else d)
         weights = next(

@@ -26,7 +26,7 @@ from ..determinism import key_of, seed_streams_by
 from ..engine import LossFunction, Step
 from ..gradients import ScriptHooks
 from ..initial_values import fill
-from ..nested_tensors import InPieces, digest_of_pieces
+from ..nested_tensors import InPieces, digest_of_pieces, tensors_in
 from ..protocol.lower import microbatches_of, schedule_of
 from ..session import Session
 from ..setup import check_same_shapes, final_tensors
@@ -447,16 +447,14 @@ class PipelineEngine:
         )
         self._shares: StageShares | None = None
         if shared and config is not None:
-            ((number, part),) = held_here.items()
             self._shares = StageShares(
                 session,
                 self._ownership,
                 work.stages,
-                number,
-                part,
+                held_here,
                 [slot.state_share_bytes or 0 for slot in config.workers],
                 self._synchroniser.group_of,
-                recomputes=work.recomputes(number),
+                work.recomputes,
             )
         self._following: dict[Operation, Operation | None] = {}  # of a step's passes, the next
         self._updates: ShardedUpdates | None = None  # of a sharded optimizer
@@ -598,8 +596,8 @@ class PipelineEngine:
         self._synchroniser.settings_number = step.agreement.settings_number
         self._synchroniser.expect(schedule.ranks[self._position])
         if self._shares is not None:
-            self._shares.begin()
             ways = [op for op in schedule.ranks[self._position] if op.kind in PASSES]
+            self._shares.begin(ways[0])
             self._following = dict(zip(ways, [*ways[1:], None], strict=True))
         # All at once: between two passes this code is no longer in the caches.
         passes = [op for op in schedule.ranks[self._position] if op.kind is Kind.FORWARD]
@@ -709,7 +707,7 @@ class PipelineEngine:
                 batch.test(item, made[0], loss, self._model.evaluating)
                 scaled = self._synchroniser.add(loss, item.num_samples, scales=self.flushes)
                 if scaled is None and self._shares is not None:
-                    self._shares.check_idles(self._work)
+                    scaled = self._nothing_of(made[0])
                 results = () if scaled is None else (batch.scaling.scale(scaled),)
             else:
                 results = made[0]
@@ -720,6 +718,15 @@ class PipelineEngine:
         session.clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
         session.clock.end_stage_pass(number, entered, is_backward=False)
         return tuple(results)
+
+    def _nothing_of(self, answer: Any) -> Tensor | None:
+        """Of a microbatch of weight 0, a loss that is 0; None where no stage runs again for it."""
+        # Stages that are recomputed gather their layers once more, and replicas meet in that. So
+        # such a microbatch goes back too, with gradients of 0.
+        work, tensors = self._work, [t for t in tensors_in(answer) if t.requires_grad]
+        if not tensors or not any(work.recomputes(number) for number in range(len(work.stages))):
+            return None
+        return sum((tensor.sum() * 0 for tensor in tensors[1:]), tensors[0].sum() * 0)
 
     def backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
         """Run a backward pass, or half of one; see ``StagePasses``."""

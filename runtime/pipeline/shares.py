@@ -5,8 +5,11 @@ the same order. So their gathers and reductions meet. Repeated layers come and g
 (``sharding/units.py``). What is in none of them, and what several stages use, is gathered once a
 step and reduced at its end.
 
-A tied weight is shared within each of its stages by even cuts. So the same numbers have one owner
-in each stage, and these add up their sums.
+A worker of an interleaved pipeline holds several stages, and shares each with the same workers.
+A pass then takes turns with the units of its own stage.
+
+A tied weight is shared within each position of its stages by even cuts. So the same numbers have
+one owner in each position, and these add up their sums.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...schema.errors import TargetError
-from ...schema.launch import LaunchConfig, PipelineStage, PipelineWork
+from ...schema.launch import LaunchConfig, PipelineStage
 from ...schema.options import option
 from ...schema.schedule import Kind, Operation
 from ..gradients import Hooks
@@ -50,10 +53,11 @@ def _sharers(ownership: Ownership, name: str, stage: PipelineStage) -> list[Hold
 
 def _owners(ownership: Ownership, name: str, stages: Sequence[PipelineStage]) -> list[Holders]:
     """The sets of workers of several stages that own the same numbers of a tied weight."""
-    used = ownership.stages[name]
+    # Stages of one position are on the same workers, which hold such a weight once.
+    used = {stages[number].ranks: stages[number] for number in ownership.stages[name]}
     if len(used) == 1:
         return []
-    sets = [_sharers(ownership, name, stages[number]) for number in used]
+    sets = [_sharers(ownership, name, stage) for stage in used.values()]
     if len({tuple(map(len, found)) for found in sets}) > 1:
         raise TargetError(
             f"{name} is tied over stages of unlike tensor parallel degrees, which share no weights",
@@ -102,7 +106,7 @@ def groups_of(ownership: Ownership, stages: Sequence[PipelineStage]) -> set[Hold
 
 
 class StageShares(Units):
-    """One worker's share of its stage's weights, gradients and optimizer state.
+    """One worker's share of its stages' weights, gradients and optimizer state.
 
     Make it when the first worker of each group has the weights' values; the others need none.
 
@@ -110,11 +114,10 @@ class StageShares(Units):
         session: The state that the parts of the job share.
         ownership: Which workers hold which parameters.
         stages: All stages of the plan.
-        number: This worker's.
-        part: Its module.
+        parts: The modules of this worker's, by their number.
         shares: [workers] of their stages' states, in any unit.
         group_of: The process group of a set out of ``groups_of``.
-        recomputes: Whether a backward pass runs the stage forward first.
+        recomputes: Stage -> whether a backward pass runs it forward first.
 
     Attributes:
         names: Of the parameters that are shared here.
@@ -129,29 +132,29 @@ class StageShares(Units):
         session: Session,
         ownership: Ownership,
         stages: Sequence[PipelineStage],
-        number: int,
-        part: StageModule,
+        parts: Mapping[int, StageModule],
         shares: Sequence[int],
         group_of: Callable[[Holders], dist.ProcessGroup],
-        *,
-        recomputes: bool,
+        recomputes: Callable[[int], bool],
     ) -> None:
         check_elementwise(session.optimizers)
-        place, own = session.place, set(part.module.parameters())
+        place = session.place
+        own = {p for part in parts.values() for p in part.module.parameters()}
         self.all_names = shared_names(ownership)
         self._lanes, self._rank = ownership.lanes, place.rank
         self.names = frozenset(n for n, p in ownership.parameters.items() if p in own)
         names = [name for name in ownership.parameters if name in self.names]
         self._parameters = [ownership.parameters[name] for name in names]
-        homes = layers_of(session.model)
-        graph = None if isinstance(part.module, WholeModel) else part.module
-        modules = repeated_layers(session.model)
-        spans = {} if graph is None else spans_of(graph, homes)
-        found = [*modules] if graph is None else [*spans]
+        homes, modules = layers_of(session.model), repeated_layers(session.model)
+        graphs = {n: p.module for n, p in parts.items() if not isinstance(p.module, WholeModel)}
+        spans = {n: spans_of(graph, homes) for n, graph in graphs.items()}
+        # A layer that is cut has a unit in each of its stages.
+        found = {(n, name): _named(n, name) for n in parts for name in spans.get(n, modules)}
         kinds: dict[_Kind, list[int]] = {}
         for index, (name, p) in enumerate(zip(names, self._parameters, strict=True)):
-            ranks, owners = _sharing(ownership, name, stages, stages[number], place.rank)
-            home = homes[id(p)] if homes[id(p)] in found and not owners else ""
+            used = [number for number in ownership.stages[name] if number in parts]
+            ranks, owners = _sharing(ownership, name, stages, stages[used[0]], place.rank)
+            home = found.get((used[0], homes[id(p)]), "") if len(used) == 1 and not owners else ""
             alone = not all(ownership.lanes.contributes(name, rank) for rank in ranks)
             kind = (home, ranks, owners, alone, p.dtype, p.requires_grad)
             kinds.setdefault(kind, []).append(index)
@@ -175,13 +178,20 @@ class StageShares(Units):
             flats.setdefault(home, []).append(made)
             if owners and made.is_trained:
                 self._ties.append((made, group_of(owners)))
-        layers = {name: Unit(flats[name]) for name in found if name in flats}
+        layers = {unit: Unit(flats[unit]) for unit in found.values() if unit in flats}
         super().__init__(Unit(flats[""]), layers, names, shares_weights=True, in_rounds=True)
         self._recomputes = recomputes
-        if graph is not None:
-            bracket(graph, {name: spans[name] for name in layers}, self._enter, self.after)
-        else:
-            self.watch({name: modules[name] for name in layers})
+        of_stages: dict[int, dict[str, str]] = {number: {} for number in parts}  # unit -> layer
+        for (number, name), unit in found.items():
+            if unit in layers:
+                of_stages[number][unit] = name
+        self._orders = {number: [*units] for number, units in of_stages.items()}
+        for number, units in of_stages.items():
+            if number in graphs:
+                of_graph = {unit: spans[number][name] for unit, name in units.items()}
+                bracket(graphs[number], of_graph, self._enter, self.after)
+            else:
+                self.watch({unit: modules[name] for unit, name in units.items()})
         self._came: set[int] = set()  # parameters whose gradient has ever come
         self._now_came: set[int] = set()
         self._own_hooks = Hooks()
@@ -207,8 +217,8 @@ class StageShares(Units):
 
     # A step
 
-    def begin(self) -> None:
-        """Start a step, in which no parameter has a gradient."""
+    def begin(self, first: Operation) -> None:
+        """Start a step with a pass. No parameter has a gradient."""
         self._now_came.clear()
         self.keep_own()
         for flat in self._flats:
@@ -217,22 +227,27 @@ class StageShares(Units):
             unit.free(shows=False)
         self._rest.wait()
         self._rest.await_gradients()
-        for name in self._order[:1]:
-            self._units[name].gather()
+        if unit := self._begins_with(first):
+            self._units[unit].gather()
         self._trains, self._has_idled = True, False
+
+    def _begins_with(self, operation: Operation) -> str:
+        """The unit that a pass uses first; empty where its stage has none."""
+        order = self._orders[operation.stage]
+        runs = operation.kind is not Kind.BACKWARD or self._recomputes(operation.stage)
+        return next(iter(order if runs else reversed(order)), "")
 
     @contextmanager
     def passing(self, operation: Operation, after: Operation | None) -> Iterator[None]:
         """Run a pass in the body, after which another follows: it begins with one unit, too."""
         is_backward = operation.kind is Kind.BACKWARD
-        first, last = (self._order[0], self._order[-1]) if self._order else ("", "")
-        following = ""
-        if after is not None:
-            starts = after.kind is not Kind.BACKWARD or self._recomputes
-            following = first if starts else last
-        self._turning = following if following == (first if is_backward else last) else ""
+        self._order = self._orders[operation.stage]
+        ends_with = self._order[0 if is_backward else -1] if self._order else ""
+        following = "" if after is None else self._begins_with(after)
+        self._turning = following if following == ends_with else ""
         self._begin_turns()
-        self._is_open, self._reruns = True, is_backward and self._recomputes
+        self._is_open = True
+        self._reruns = is_backward and self._recomputes(operation.stage)
         if is_backward:  # of a microbatch that has gone forward before
             befores = [None, *self._order]
             turns = enumerate(zip(self._order, befores, strict=False))
@@ -244,26 +259,11 @@ class StageShares(Units):
             self._go_back_to(-1)
         else:
             self._leave_out(len(self._order))
-        for name, unit in self._units.items():
+        for name in self._order:
             if name != following:
-                unit.free(shows=False)
+                self._units[name].free(shows=False)
         if following:
             self._units[following].gather()
-
-    @staticmethod
-    def check_idles(work: PipelineWork) -> None:
-        """Refuse a microbatch of weight 0 where stages run again: its replicas would not.
-
-        Raises:
-            TargetError: A stage is recomputed.
-        """
-        if any(work.recomputes(number) for number in range(len(work.stages))):
-            raise TargetError(
-                "a microbatch has weight 0, so nothing goes back and no stage is recomputed for "
-                "it, where replicas that share its weights are",
-                hint="leave no microbatch without a sample that counts, or solve without "
-                "recomputation",
-            )
 
     def finish(self) -> None:
         """End a step: afterwards gradients are slices of sums; None where there is none."""
@@ -319,6 +319,10 @@ class StageShares(Units):
         """See ``Units``."""
         super().close()
         self._own_hooks.remove()
+
+
+def _named(stage: int, layer: str) -> str:
+    return f"{stage}: {layer}"
 
 
 _Kind = tuple[str, Holders, Holders, bool, torch.dtype, bool]

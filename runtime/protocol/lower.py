@@ -98,7 +98,7 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
                 device_type=name,
                 virtual_nodes=nodes,
                 device=device,
-                state_share_bytes=groups[rank][-1].state_share_bytes,
+                state_share_bytes=_share_of(groups[rank]),
                 activations=groups[rank][-1].activations,
                 memory_bytes=max(group.memory_bytes or 0 for group in groups[rank]) or None,
             )
@@ -159,9 +159,9 @@ def _check_shares(plan: Plan) -> None:
     said = None
     if plan.shard != "all" or any(stage.shard != plan.shard for stage in plan.stages):
         said = "stages share either the weights of all, or by shard_optimizer"
-    elif not traits.flushes or traits.is_chunked or traits.splits_backward:
-        said = f"{plan.schedule} runs passes of other stages, or halves of passes, in between"
-    elif traits.placement != "line":
+    elif not traits.flushes or traits.splits_backward:
+        said = f"{plan.schedule} runs halves of passes, or updates in between"
+    elif traits.placement not in ("line", "round-robin"):
         said = f"{plan.schedule} places stages {traits.placement}"
     elif len({stage.num_replicas for stage in plan.stages}) > 1:
         said = "stages have unlike numbers of replicas"
@@ -297,6 +297,12 @@ def _groups_of(
         for rank, group in zip(ranks, held * (len(ranks) // len(held)), strict=True):
             found.setdefault(rank, []).append(group)
     return found
+
+
+def _share_of(groups: Sequence[ReplicaGroup]) -> int | None:
+    """What a rank keeps of the states of its stages, as replicas of each; None if none says."""
+    stated = [group.state_share_bytes for group in groups]
+    return None if None in stated else sum(share or 0 for share in stated)
 
 
 def _devices_of(

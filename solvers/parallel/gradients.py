@@ -26,6 +26,21 @@ def ring_link(pool: ParallelPool, tensor_parallel_size: int, num_replicas: int) 
     return pool.link(1)
 
 
+@lru_cache(maxsize=512)
+def waits_over(option: StageOption, links: tuple[LinkCurve, ...]) -> np.ndarray:
+    """What transfers of shared weights add to passes of stages [starts, ends]."""
+    assert option.units is not None
+    forward, passes = (
+        sums[None, :] - sums[:, None]
+        for sums in (np.array(option.forward), np.array(option.seconds))
+    )
+    *transfers, _ = shared_seconds(option.units, option.num_replicas, links)
+    found: np.ndarray = shared_pass_seconds(
+        forward, passes - forward, *transfers, recompute=option.recompute
+    )
+    return found
+
+
 class Rings:
     """Rings of one number of replicas, by device type and degree.
 
@@ -42,7 +57,6 @@ class Rings:
     ) -> None:
         self._problem, self._d, self._effort = problem, num_replicas, effort
         self._tables: dict[tuple[tuple[LinkCurve, ...], int, int], np.ndarray] = {}
-        self._waits: dict[tuple[int, tuple[LinkCurve, ...]], np.ndarray] = {}
 
     def table(self, pools: tuple[int, ...], degrees: tuple[int, ...]) -> np.ndarray:
         """Seconds of the all-reduce of stages on groups of these pools [starts, ends]."""
@@ -78,30 +92,15 @@ class Rings:
 
     def waits(self, option: StageOption, pools: tuple[int, ...]) -> np.ndarray:
         """What transfers of shared weights add to passes of stages [starts, ends]."""
-        return self._waits_over(option, self._links(pools, (option.tensor_parallel_size,)))
+        self._effort.check()
+        return waits_over(option, self._links(pools, (option.tensor_parallel_size,)))
 
     def least_waits(self, option: StageOption) -> np.ndarray:
         """``waits`` at least, whatever other type has replicas of the stage."""
         pool = self._problem.pools[option.pool]
         alone = self.waits(option, (option.pool,))
-        least: np.ndarray = np.minimum(alone, self._waits_over(option, (pool.link(1),)))
+        least: np.ndarray = np.minimum(alone, waits_over(option, (pool.link(1),)))
         return least
-
-    def _waits_over(self, option: StageOption, links: tuple[LinkCurve, ...]) -> np.ndarray:
-        key = id(option), links
-        # Options live as long as their space, so the identity is a key.
-        if key not in self._waits:
-            self._effort.check()
-            assert option.units is not None
-            forward, passes = (
-                sums[None, :] - sums[:, None]
-                for sums in (np.array(option.forward), np.array(option.seconds))
-            )
-            *transfers, _ = shared_seconds(option.units, self._d, links)
-            self._waits[key] = shared_pass_seconds(
-                forward, passes - forward, *transfers, recompute=option.recompute
-            )
-        return self._waits[key]
 
     def _links(self, pools: tuple[int, ...], degrees: tuple[int, ...]) -> tuple[LinkCurve, ...]:
         """The links of a ring: inside a server, or each type's own and those between types."""

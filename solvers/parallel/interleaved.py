@@ -21,17 +21,19 @@ from math import inf
 import numpy as np
 
 from ...planning.costs.parallel_stage import (
+    SharedUnits,
     bucketed_ring_seconds,
     gather_ratio,
     interleaved_step_seconds,
     ring_rounds,
+    shared_seconds,
 )
 from ...planning.schedules.closed_forms import interleaved_in_flight
 from ...schema.errors import InfeasibleError
-from ...schema.parallel import ParallelProblem
+from ...schema.parallel import LinkCurve, ParallelProblem
 from ..effort import Effort, OutOfTimeError
 from .bound import stage_seconds
-from .gradients import ring_link
+from .gradients import ring_link, waits_over
 from .space import ROOM, Spaces, StageOption, parts_of
 
 _MOST_NODES = 50_000
@@ -43,6 +45,8 @@ class InterleavedShape:
     """The degrees of an interleaved plan: p, v, d and m, and the option of every stage."""
 
     option: StageOption
+    link: LinkCurve
+    """The slowest that replicas cross."""
     microbatch_size: int
     num_positions: int
     num_model_chunks: int
@@ -84,7 +88,7 @@ class TriedShape:
 
 
 def search(
-    problem: ParallelProblem, spaces: Spaces, effort: Effort
+    problem: ParallelProblem, spaces: Spaces, effort: Effort, least_replicas: int = 1
 ) -> tuple[Interleaved | None, list[TriedShape], float]:
     """The best interleaved plan found, and the shapes that were tried.
 
@@ -95,7 +99,11 @@ def search(
         The plan, the shapes, and seconds that no shape left untried is faster than.
     """
     by_bound = sorted(
-        ((_least_seconds(problem, shape, None), shape) for shape in _shapes(problem, spaces)),
+        (
+            (_least_seconds(problem, shape, None), shape)
+            for shape in _shapes(problem, spaces)
+            if shape.num_replicas >= least_replicas
+        ),
         key=lambda each: each[0],
     )
     best: Interleaved | None = None
@@ -105,7 +113,7 @@ def search(
         if seconds >= limit:
             break
         try:
-            slowest = _slowest_chunks(shape.option, shape.num_chunks, effort)
+            slowest = _slowest_chunks(shape, effort)
             least = _least_seconds(problem, shape, slowest)
             found = _planned(problem, shape, slowest, work) if least < limit else None
         except OutOfTimeError:
@@ -214,11 +222,13 @@ def _shapes(problem: ParallelProblem, spaces: Spaces) -> Iterator[InterleavedSha
                     continue
                 each = units // replicas
                 shared = spaces.of(microbatch_size, replicas).options[number]
+                pool, degree = problem.pools[option.pool], option.tensor_parallel_size
+                link = ring_link(pool, degree, replicas)
                 for v in chunks:
                     most = min(groups // replicas, each, (problem.most_stages or size) // v)
                     for positions in range(2, most + 1):
                         shape = InterleavedShape(
-                            shared, microbatch_size, positions, v, replicas, each
+                            shared, link, microbatch_size, positions, v, replicas, each
                         )
                         if each % positions == 0 and _may_fit(shape):
                             yield shape
@@ -254,12 +264,11 @@ def _least_seconds(
 
 def _least_reduce(problem: ParallelProblem, shape: InterleavedShape) -> float:
     """What the fullest position's all-reduce takes at least: the mean's bytes, without latency."""
-    option = shape.option
-    link = ring_link(problem.pools[option.pool], option.tensor_parallel_size, shape.num_replicas)
-    coefficients = link.coefficients
-    replicas = shape.num_replicas
+    coefficients, replicas = shape.link.coefficients, shape.num_replicas
     if len(coefficients) > 1:
         return 0.0  # a curve's rate may have any maximum
+    if (units := shape.option.units) is not None:  # what is in no repeated layer, there and back
+        return 2 * float(units.rest_bytes[0, -1]) / shape.num_positions / coefficients[0]
     mean = float(_gradients(problem, shape)[-1]) / shape.num_positions
     return ring_rounds(problem) * (replicas - 1) * mean / replicas / coefficients[0]
 
@@ -271,19 +280,23 @@ def _gradients(problem: ParallelProblem, shape: InterleavedShape) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(np.array(sizes.weight_bytes, dtype=float))])
 
 
-def _slowest_chunks(option: StageOption, num_chunks: int, effort: Effort) -> float:
+def _slowest_chunks(shape: InterleavedShape, effort: Effort) -> float:
     """The least time of the slowest chunk over all cuts into so many chunks."""
     # Ascending: each call finds the one below in the cache, so recursion is one deep.
-    for fewer in range(1, num_chunks):
+    for fewer in range(1, shape.num_chunks):
         effort.check()
-        _least_maxima(option, fewer)
-    return float(_least_maxima(option, num_chunks)[-1])
+        _least_maxima(shape.option, shape.link, fewer)
+    return float(_least_maxima(shape.option, shape.link, shape.num_chunks)[-1])
 
 
 @lru_cache(maxsize=128)
-def _chunk_seconds(option: StageOption) -> np.ndarray:
-    """[starts, ends] a chunk's passes, and what of a message is longer than a third of them."""
+def _chunk_seconds(option: StageOption, link: LinkCurve) -> np.ndarray:
+    """[starts, ends] a chunk's passes, and what of a message is longer than a third of them.
+
+    Where replicas share weights, passes last as long as the transfers over ``link`` beside them.
+    """
     passes = stage_seconds(option, hides_messages=True)
+    passes = passes if option.units is None else passes + waits_over(option, (link,))
     sent = np.array([*option.output_seconds[:-1], 0.0])
     back = np.array([0.0, *option.gradient_seconds[1:], 0.0])
     # Messages of up to a forward pass, a third of the passes, are hidden: by the timer of
@@ -295,14 +308,14 @@ def _chunk_seconds(option: StageOption) -> np.ndarray:
 
 
 @lru_cache(maxsize=4096)
-def _least_maxima(option: StageOption, num_chunks: int) -> np.ndarray:
+def _least_maxima(option: StageOption, link: LinkCurve, num_chunks: int) -> np.ndarray:
     """[ends] likewise for layers 0 to ``end - 1``."""
-    seconds = _chunk_seconds(option)
+    seconds = _chunk_seconds(option, link)
     if num_chunks == 1:
         # A chunk has a layer at least.
         first: np.ndarray = np.where(np.arange(len(seconds)) == 0, inf, seconds[0])
         return first
-    before = _least_maxima(option, num_chunks - 1)
+    before = _least_maxima(option, link, num_chunks - 1)
     least: np.ndarray = np.maximum(before[:, None], seconds).min(axis=0)
     return least
 
@@ -312,7 +325,7 @@ def _planned(
 ) -> Interleaved | None:
     """The plan whose chunks are most alike under that cap; None where no cut found fits."""
     option, positions = shape.option, shape.num_positions
-    cuts: tuple[int, ...] | None = _even_cuts(option, shape.num_chunks, slowest, work.effort)
+    cuts: tuple[int, ...] | None = _even_cuts(shape, slowest, work.effort)
     assert cuts is not None
     memory = _memories(shape, cuts)
     if option.memory_bytes is not None and max(memory) > option.memory_bytes * ROOM:
@@ -321,21 +334,11 @@ def _planned(
         cuts = _fastest_that_fits(shape, work)
         if cuts is None:
             return None
-        memory, seconds = _memories(shape, cuts), _chunk_seconds(option)
+        memory, seconds = _memories(shape, cuts), _chunk_seconds(option, shape.link)
         slowest = max(float(seconds[start, end]) for start, end in pairwise(cuts))
-    gradients, pool = _gradients(problem, shape), problem.pools[option.pool]
     # The weights of chunks of a device are updated and reduced together.
     updates = tuple(option.updates[end] - option.updates[start] for start, end in pairwise(cuts))
-    reduces = tuple(
-        bucketed_ring_seconds(
-            float(gradients[end] - gradients[start]),
-            shape.num_replicas,
-            ring_link(pool, option.tensor_parallel_size, shape.num_replicas),
-            problem.bucket_bytes,
-        )
-        for start, end in pairwise(cuts)
-    )
-    reduces = tuple(ring_rounds(problem) / 2 * seconds for seconds in reduces)
+    reduces = tuple(_reduces(problem, shape, cuts))
     ratio = gather_ratio(problem)
     updates = tuple(u + ratio * r for u, r in zip(updates, reduces, strict=True))
     step = interleaved_step_seconds(
@@ -350,16 +353,32 @@ def _planned(
     return Interleaved(step, shape, cuts, memory, updates, reduces)
 
 
-def _even_cuts(
-    option: StageOption, num_chunks: int, slowest: float, effort: Effort
-) -> tuple[int, ...]:
+def _reduces(
+    problem: ParallelProblem, shape: InterleavedShape, cuts: tuple[int, ...]
+) -> Iterator[float]:
+    """[chunks] the seconds in which replicas exchange gradients, and shared weights once a step."""
+    units, replicas, gradients = shape.option.units, shape.num_replicas, _gradients(problem, shape)
+    for number, chunk in enumerate(pairwise(cuts)):
+        if units is None:
+            own = float(gradients[chunk[1]] - gradients[chunk[0]])
+            ring = bucketed_ring_seconds(own, replicas, shape.link, problem.bucket_bytes)
+            yield ring_rounds(problem) / 2 * ring
+            continue
+        _, largest, once = shared_seconds(units, replicas, (shape.link,))
+        # A step ends with the backward pass of a position's first chunk. The last reduction of the
+        # others hides behind it.
+        hidden = largest[chunk] if number >= shape.num_positions else 0.0
+        yield float(once[chunk] - hidden)
+
+
+def _even_cuts(shape: InterleavedShape, slowest: float, effort: Effort) -> tuple[int, ...]:
     """The cuts with the least sum of squared times, no chunk slower than the cap."""
-    seconds = _chunk_seconds(option)
+    seconds = _chunk_seconds(shape.option, shape.link)
     # [starts, ends] the sum of squares is least where chunks are alike.
     squares = np.where(seconds <= slowest * (1 + 1e-12), np.square(seconds), inf)
     least = np.where(np.arange(len(seconds)) == 0, 0.0, inf)
     parents = []
-    for _ in range(num_chunks):
+    for _ in range(shape.num_chunks):
         effort.check()
         reached = least[:, None] + squares
         parents.append(reached.argmin(axis=0))
@@ -382,7 +401,7 @@ def _fastest_that_fits(shape: InterleavedShape, work: _Work) -> tuple[int, ...] 
     """The cuts that fit whose slowest chunk is the fastest, by bisection over chunks' times."""
     # A larger cap allows all cuts of a smaller one, so bisection over chunks' times is right.
     # Where the work is spent, a cut that fits may be missed.
-    caps = np.unique(_chunk_seconds(shape.option))
+    caps = np.unique(_chunk_seconds(shape.option, shape.link))
     caps = caps[np.isfinite(caps)]
     # Without a cap first: if nothing fits then, nothing does.
     found = _that_fit(shape, inf, work)
@@ -400,7 +419,7 @@ def _fastest_that_fits(shape: InterleavedShape, work: _Work) -> tuple[int, ...] 
 def _that_fit(shape: InterleavedShape, cap: float, work: _Work) -> tuple[int, ...] | None:
     """Cuts that fit, no chunk slower than the cap: depth first, chunk by chunk."""
     option, chunks = shape.option, shape.num_chunks
-    seconds, size = _chunk_seconds(option), len(option.seconds) - 1
+    seconds, size = _chunk_seconds(option, shape.link), len(option.seconds) - 1
     room = (option.memory_bytes or inf) * ROOM
 
     def next_ends(cuts: list[int]) -> Iterator[int]:
@@ -440,6 +459,17 @@ def _memories(shape: InterleavedShape, cuts: tuple[int, ...]) -> tuple[float, ..
     return tuple(_memory(shape, cuts, position) for position in range(shape.num_positions))
 
 
+def _gathered_bytes(units: SharedUnits, chunks: list[tuple[int, int]]) -> float:
+    """Bytes that are whole at a time: what is in no repeated layer, and the two largest of all."""
+    rest = sum(units.rest_bytes[chunk] for chunk in chunks)
+    first = [units.largest_bytes[chunk] for chunk in chunks]
+    second = [
+        units.gathered_bytes[chunk] - units.rest_bytes[chunk] - largest
+        for chunk, largest in zip(chunks, first, strict=True)
+    ]
+    return float(rest + sum(sorted(first + second)[-2:]))
+
+
 def _memory(shape: InterleavedShape, cuts: tuple[int, ...], position: int) -> float:
     """Bytes on each device of a position: all its chunks, at the schedule's fullest moment."""
     option, p, v = shape.option, shape.num_positions, shape.num_model_chunks
@@ -451,6 +481,8 @@ def _memory(shape: InterleavedShape, cuts: tuple[int, ...], position: int) -> fl
     held = max(sum(n * kept for n, kept in zip(one, each, strict=False)) for one in in_flight)
     passing = sum(parts.standing[chunk] for chunk in own) + uneven + held
     passing += max(parts.alone[chunk] for chunk in own)
+    if option.units is not None:  # weights, and gradients
+        passing += 2 * _gathered_bytes(option.units, own)
     updating = sum(parts.updating[chunk] for chunk in own)
     updating += option.updated_bytes / (option.state_bytes or 1.0) * uneven
     return float(option.reserved_bytes + max(passing, updating))

@@ -33,11 +33,11 @@ from ...schema.plan import (
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from . import interleaved
 from .bound import CappedRegion, Relaxation
-from .gradients import replica_counts
+from .gradients import replica_counts, waits_over
 from .interleaved import Interleaved
 from .labels import Labels
 from .search import FoundPlan, ReplicaSearch, StageChoice
-from .space import MOST_TYPES, OptionSpace, Spaces, microbatch_sizes
+from .space import MOST_TYPES, OptionSpace, Spaces, StageOption, microbatch_sizes
 
 NUM_TRIED_FIRST = 32
 """Searches whose simple plans are tried at the start, so that a good one is known early."""
@@ -136,13 +136,12 @@ def _in_chunks(
 ) -> "tuple[tuple[ParallelProblem, Interleaved] | None, Callable[[float], float]]":
     """The best interleaved plan, and what none is faster than that is to beat some seconds."""
     best, searched = None, list[tuple[ParallelProblem, list[interleaved.TriedShape], float]]()
-    for own in problem.by_shard:
-        # Interleaved plans share no weights, so only the others are searched.
-        if own.shard != "all":
-            found, tried, untried = interleaved.search(own, Spaces(own), effort)
-            searched.append((own, tried, untried))
-            if found is not None and (best is None or found.step_seconds < best[1].step_seconds):
-                best = own, found
+    for number, own in enumerate(problem.by_shard):
+        least_replicas = 2 if number else 1  # one replica shares nothing
+        found, tried, untried = interleaved.search(own, Spaces(own), effort, least_replicas)
+        searched.append((own, tried, untried))
+        if found is not None and (best is None or found.step_seconds < best[1].step_seconds):
+            best = own, found
 
     def least(below: float) -> float:
         each = [
@@ -544,9 +543,7 @@ def _stage(problem: ParallelProblem, found: FoundPlan, choice: StageChoice, from
     stated: tuple[int | None, ...] = choice.shares or (None,) * len(options)
     is_whole = options[0].units is None
     if not is_whole and not choice.shares:
-        # Shares rounded up, as the largest share decides what fits.
-        whole = options[0].shared[choice.end] - options[0].shared[choice.start]
-        stated = (-(-whole // found.num_replicas),) * len(options)
+        stated = (_equal_share(options[0], choice.start, choice.end),) * len(options)
     return Stage(
         layers=problem.layers[choice.start : choice.end],
         shard=None if is_whole else problem.shard,
@@ -578,14 +575,22 @@ def _stage(problem: ParallelProblem, found: FoundPlan, choice: StageChoice, from
     )
 
 
+def _equal_share(option: StageOption, start: int, end: int) -> int:
+    """Bytes of a stage's weights whose state each replica keeps, where all keep as many."""
+    # Rounded up, as the largest share decides what fits.
+    return -(-(option.shared[end] - option.shared[start]) // option.num_replicas)
+
+
 def _chunk(problem: ParallelProblem, found: Interleaved, number: int) -> Stage:
     """A stage of an interleaved plan; the memory is that of all chunks of its device."""
     shape, option = found.shape, found.shape.option
     start, end = found.cuts[number : number + 2]
     sent = option.output_seconds[end] if number + 1 < shape.num_chunks else 0.0
     back = option.gradient_seconds[start] if number else 0.0
+    is_whole = option.units is None
     return Stage(
         layers=problem.layers[start:end],
+        shard=None if is_whole else problem.shard,
         recompute=option.recompute,
         replicas=(
             ReplicaGroup(
@@ -596,9 +601,11 @@ def _chunk(problem: ParallelProblem, found: Interleaved, number: int) -> Stage:
                 virtual_nodes=shape.num_microbatches,
                 virtual_node_batch_size=shape.microbatch_size,
                 memory_bytes=round(found.memory_bytes[number % shape.num_positions]),
+                state_share_bytes=None if is_whole else _equal_share(option, start, end),
             ),
         ),
         compute_seconds=option.seconds[end] - option.seconds[start],
+        gather_seconds=None if is_whole else float(waits_over(option, (shape.link,))[start, end]),
         transfer_seconds=sent + back,
         reduce_seconds=found.reduces[number],
         update_seconds=found.updates[number],

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.tests.parallel_plans import parallel_plan
@@ -78,3 +80,64 @@ def test_replicas_hold_their_shares(gpus: GpuHost) -> None:
         assert abs(held - states) < 0.02 * weights
         # Whole are two layers and their gradients, and what autograd adds to one of these.
         assert peak - states < 5.3 * weights / (LAYERS / 2)
+
+
+RESERVE_KIB = (64 << 10) - 3800
+"""Without shared weights a device of two stages takes 4.1 MiB for states alone."""
+TARGET = f"""
+import torch
+from torch import nn
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear({WIDTH}, {WIDTH}) for _ in range(7)))
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+def batch_of(size):
+    return torch.randn(size, {WIDTH})
+
+def whole():
+    return model_of(), batch_of, loss_of
+"""
+TRAIN = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+from target import batch_of, loss_of, model_of
+
+torch.manual_seed(1)
+model = model_of()
+optimizer = torch.optim.AdamW(model.parameters())
+job = hf.prepare(model, optimizer)
+for batch in job.batches(DataLoader(TensorDataset(batch_of(32)), batch_size=8)):
+    loss = job.backward(lambda x: loss_of(model, x), batch)
+    optimizer.step()
+    optimizer.zero_grad()
+print("found", loss.item(), torch.cuda.max_memory_allocated())
+"""
+
+
+@pytest.mark.slow
+def test_devices_of_several_stages_hold_no_more_than_planned(software: GpuHost) -> None:
+    """Two replicas of an interleaved pipeline share the weights of both their stages."""
+    host = software(",".join(["V100:64MiB"] * 4), FAKECUDA_THREADS="1")
+    (host.folder / "target.py").write_text(TARGET)
+    (host.folder / "train.py").write_text(TRAIN)
+    asked = ["--quick", "--layers", "--batch-sizes", "2", "--microbatch-size", "2"]
+    asked += ["--optimizer", "adamw", f"--device={host.types[0]}"]
+    host.done("profile", "target.py:whole", *asked, "-o", "profiles")
+    solve = ["solve", "parallel", "--profiles", "profiles", "--gpus", f"4x{host.types[0]}"]
+    solve += ["--memory-reserve", f"{RESERVE_KIB}KiB", "--batch-size", "8", "--shard", "all"]
+    solve += ["--chunks-per-device", "2", "--no-recompute", "--link-bytes-per-second", "1e9"]
+    host.done(*solve, "-o", "plan.json")
+    plan = files.read(host.folder / "plan.json", Plan)
+    assert (plan.shard, plan.num_model_chunks, plan.config) == ("all", 2, "2-2-2-2")
+    host.done("launch", "-o", "run", "plan.json", "train.py")
+    logs = sorted((host.folder / "run" / "logs").glob("rank*.out"))
+    said = [list(map(float, log.read_text().split()[1:])) for log in logs]
+    assert len({loss for loss, _ in said}) == 1
+    for rank, (_, peak) in enumerate(said):
+        planned = (plan.stages[rank // 2].memory_bytes or 0) - (RESERVE_KIB << 10)
+        assert 0.8 * planned < peak <= planned

@@ -76,6 +76,14 @@ WORLDS = {
         "shared-tied": ("branches:adam:clip-deferred", "1f1b", BRANCH2, (2, 2), 6, True, (3, 1)),
         "shared-padded": ("chain:adam:clip-padded", "1f1b", CHAIN2, (2, 2), 6, False, (1, 3)),
         "shared-gpipe": ("branches:momentum:clip", "gpipe", BRANCH2, (2, 2), 6, False, (0, 1)),
+        "shared-padded-again": ("chain:adam:clip-padded", "1f1b", CHAIN2, (2, 2), 6, True, (1, 3)),
+        "shared-chunks": ("chain:adam:clip-whole", "interleaved", CHAIN4, (2, 2), 8, True, (1, 3)),
+        "shared-tied-chunks": (
+            "branches:adam:clip-weighted-whole", "interleaved", BRANCH4, (2, 2), 8, False, (0, 1),
+        ),
+        "shared-padded-chunks": (
+            "chain:momentum:clip-padded-whole", "interleaved", CHAIN4, (2, 2), 8, True, (1, 1),
+        ),
         "shared-normed": ("normed:momentum:clip", "1f1b", NORM2, (2, 2), 4, True, (1, 1)),
         "3-1": ("branches:momentum:clip", "1f1b", BRANCH2, (3, 1), 6, False),
         "1-2-1": ("normed:momentum:", "gpipe", NORM3, (1, 2, 1), 4, True),

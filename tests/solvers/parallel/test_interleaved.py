@@ -31,6 +31,7 @@ from hetflow.tests.solvers.parallel.every_plan import (
     built,
     compositions,
     fits,
+    shared,
 )
 
 
@@ -39,7 +40,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
     size = draw(st.integers(4, 6))
     is_equal = draw(st.booleans())
     recompute = draw(st.sampled_from(RECOMPUTE))
-    has_cores = "selective" in recompute
+    has_cores, knows_workspaces = "selective" in recompute, draw(st.booleans())
 
     def row(values: st.SearchStrategy) -> tuple:  # type: ignore[type-arg]
         return (draw(values),) * size if is_equal else tuple(draw(values) for _ in range(size))
@@ -58,6 +59,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
                     backward_seconds=row(SECONDS),
                     update_seconds=row(SECONDS),
                     core_seconds=row(SECONDS) if has_cores else (),
+                    workspace_bytes=row(st.integers(0, 16)) if knows_workspaces else (),
                 )
                 for degree in (1, 2)
             ),
@@ -74,7 +76,10 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
     return ParallelProblem(
         model="m",
         global_batch_size=draw(st.sampled_from([2, 4, 6, 8])),
-        layers=tuple(f"l{i}" for i in range(size)),
+        # Shared weights come by repeated layers: of one or two of these, or of none.
+        layers=tuple(
+            draw(st.sampled_from([f"l{i}", f"h.{i}", f"h.{i // 2}.{i}"])) for i in range(size)
+        ),
         output_bytes=row(st.integers(0, 8)),
         pools=pools,
         sizes=tuple(
@@ -89,13 +94,22 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         ),
         recompute=recompute,
         num_model_chunks=draw(st.sampled_from([(2,), (2, 3)])),
-        optimizer=ADAM,
-        shards=(draw(st.sampled_from([None, "optimizer", "gradients"])),),
+        optimizer=replace(ADAM, workspace_bytes_per_weight_byte=draw(st.sampled_from([None, 3.0]))),
+        waiting_bytes=draw(st.sampled_from([0, 6])),
+        shards=draw(
+            st.sampled_from(
+                [(None,), ("optimizer",), ("gradients",), ("all",), (None, "gradients", "all")]
+            )
+        ),
     )
 
 
 def every_interleaved(problem: ParallelProblem) -> Iterator[Plan]:
-    """All interleaved plans of one type, degree and recomputation that fit."""
+    """All interleaved plans of one type, degree, recomputation and kind of sharing that fit."""
+    if len(problem.shards) > 1:
+        for own in problem.by_shard:
+            yield from every_interleaved(own)
+        return
     size = problem.global_batch_size  # microbatches of one sample
     for pool in problem.pools:
         for degree in (1, 2):
@@ -108,11 +122,9 @@ def every_interleaved(problem: ParallelProblem) -> Iterator[Plan]:
                             continue
                         for again in problem.recompute:
                             chosen = [((((pool.device_type, degree), replicas),), again)]
-                            plan = replace(
-                                built(problem, 1, size // replicas, cuts, chosen * len(cuts)),
-                                schedule="interleaved",
-                                num_model_chunks=v,
-                            )
+                            made = built(problem, 1, size // replicas, cuts, chosen * len(cuts))
+                            plan = replace(made, schedule="interleaved", num_model_chunks=v)
+                            plan = shared(plan, problem)
                             if fits(plan, problem):
                                 yield plan
 
