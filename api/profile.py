@@ -61,6 +61,8 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
     if parsed.is_script:
         _check_script(request)
     parsed = replace(parsed, model=request.name) if request.name else parsed
+    named = [name.strip() for text in request.blocks for name in text.split(",")]
+    parsed = replace(parsed, blocks=tuple(name for name in named if name))
     options = ProfileOptions()
     if request.effort == "quick":
         options = ProfileOptions(
@@ -103,9 +105,9 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
         command=request.command,
     )
     specs = specs_of(request.devices)
-    if activations and request.from_profile is not None:
+    if (activations or parsed.blocks) and request.from_profile is not None:
         raise ProblemError(
-            f"{flag} is measured or estimated, and not carried",
+            f"{flag if activations else option('blocks')} is measured or estimated, not carried",
             hint=f"leave it or {option('from_profile')} out",
         )
     if specs:
@@ -168,6 +170,8 @@ def _check_script(request: ProfileRequest) -> None:
         said = f"{flags}: a script's loop decides itself what it recomputes"
     elif request.optimizer is not None:
         said = f"{option('optimizer')}: a script has its own"
+    elif request.blocks:
+        said = f"{option('blocks')}: a script lists its own, and its layers are not known"
     if said is not None:
         raise ProblemError(said, hint="leave it out, or profile a factory (file.py:factory)")
 

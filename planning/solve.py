@@ -51,12 +51,19 @@ def solve(question: Question, clock: TimeShares | None = None) -> Plan:
         reserves=tuple(reserve for reserve in reserves if reserve.total_bytes),
         predicted=priced(plan.predicted, plan.devices_by_type, pool),
         cluster=pool if plan.cluster is None and pool != flat(pool) else plan.cluster,
+        blocks=None if plan.shard is None or plan.layers else _blocks_for(question),
     )
     plan = dataclasses.replace(plan, restrictions=_restrictions(plan, question))
     if question.corrected_by:
         origin = {**(plan.provenance or {}), "corrected_by": list(question.corrected_by)}
         plan = dataclasses.replace(plan, provenance=origin)
     return confirmed(plan, question.profiles, pool)
+
+
+def _blocks_for(question: Question) -> tuple[str, ...] | None:
+    from .split_problem import planned_blocks
+
+    return planned_blocks(question.profiles_in_pool)
 
 
 def _restrictions(plan: Plan, question: Question) -> Restrictions | None:

@@ -125,8 +125,9 @@ def _states(
     trained = max(profile.weight_bytes for profile in used)
     frozen = max(profile.frozen_weight_bytes or 0 for profile in used)
     layers = next((profile.layers for profile in used if profile.layers is not None), None)
-    gathered, edge, number, _ = unit_bytes(layers, trained + frozen)
-    gathered_trained, _, _, second = unit_bytes(layers, trained, frozen=False)
+    blocks = planned_blocks(used) or ()
+    gathered, edge, number, _ = unit_bytes(layers, trained + frozen, blocks=blocks)
+    gathered_trained, _, _, second = unit_bytes(layers, trained, frozen=False, blocks=blocks)
     return {
         "shards": tuple(shards),
         "weight_bytes": trained + frozen,
@@ -139,6 +140,22 @@ def _states(
         "gathered_trained_bytes": gathered_trained,
         "second_trained_bytes": second,
     }
+
+
+def planned_blocks(used: Sequence[Profile]) -> tuple[str, ...] | None:
+    """The blocks that the memory of shared states is of, as a ``Plan`` has them.
+
+    Raises:
+        ProblemError: The profiles list unlike ones.
+    """
+    listed = {profile.blocks for profile in used if profile.blocks is not None}
+    if len(listed) > 1:
+        raise ProblemError(
+            "the profiles list unlike blocks",
+            hint=f"profile all types with the same {option('blocks')}",
+        )
+    is_known = any(p.layers is not None or any(b.moments for b in p.batch_curve) for p in used)
+    return listed.pop() if is_known and listed else None
 
 
 def _used(problem: Problem) -> tuple[list[Profile], OptimizerState | None]:

@@ -41,15 +41,21 @@ class Bench:
         workload: What to time. A model from ``hf.deferred()`` gets its values on the device.
         device: A torch device.
         optimizer: One of ``schema.optimizer.NAMES``, unless the workload brings its own.
+        blocks: Classes or names of modules that are units of shared states; empty for the repeated
+            layers.
 
     Raises:
-        TargetError: The model is on the meta device, and nothing says what its values are.
+        TargetError: The model is on the meta device, and nothing says what its values are; or it
+            has no such block.
     """
 
-    def __init__(self, workload: Workload, device: str, optimizer: str) -> None:
+    def __init__(
+        self, workload: Workload, device: str, optimizer: str, blocks: Sequence[str] = ()
+    ) -> None:
         import torch
 
         from ..runtime.initial_values import fill_model
+        from ..runtime.repeated_layers import listed_blocks, repeated_layers
 
         self.workload = workload
         self.device = device
@@ -58,6 +64,7 @@ class Bench:
         self._torch_device = torch.device(device)
         fill_model(workload.model, self._torch_device)
         self.model = _on(workload.model, device).train()
+        self.blocks = tuple(repeated_layers(self.model, listed_blocks(self.model, blocks)))
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.weight_bytes = sum(p.nbytes for p in parameters)
         frozen = [p.nbytes for p in self.model.parameters() if not p.requires_grad]
@@ -139,7 +146,8 @@ class Bench:
         from .pass_moments import PassWatch
 
         self.optimizer.zero_grad(set_to_none=False)
-        watch, lane = PassWatch(self.model, self._taking()), lane_of(self._torch_device)
+        watch = PassWatch(self.model, self._taking(), self.blocks)
+        lane = lane_of(self._torch_device)
         pinned = 0 if lane is None else lane.pinned_bytes
         with watch.watching():
             self.run_pass(batch)

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -163,7 +163,12 @@ def first_cause(error: BaseException) -> str:
 
 
 def _load(
-    target: str, device: str, memory_bytes: int, optimizer: str, num_threads: int = 1
+    target: str,
+    device: str,
+    memory_bytes: int,
+    optimizer: str,
+    num_threads: int = 1,
+    blocks: Sequence[str] = (),
 ) -> tuple[Bench, dict[str, Any]]:
     import torch
 
@@ -175,7 +180,7 @@ def _load(
         # What a worker of a launch imports, so that measured peaks hold it.
         from ..runtime import start  # noqa: F401
         from ..runtime.pipeline import engine  # noqa: F401
-    bench = Bench(targets.load(targets.parse(target)), device, optimizer)
+    bench = Bench(targets.load(targets.parse(target)), device, optimizer, blocks)
     if backend.is_host:
         # Where `prepare` does: a model that lies among kept memory has passes 4 % slower.
         keep_freed_memory()
@@ -183,6 +188,7 @@ def _load(
         "weight_bytes": bench.weight_bytes,
         "frozen_weight_bytes": bench.frozen_weight_bytes,
         "num_parameters": bench.num_parameters,
+        "blocks": bench.blocks,
         "optimizer": type(bench.optimizer).__name__,
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
@@ -203,7 +209,7 @@ def _hold(
 def _measured(
     bench: Bench, batch_size: int, policy: RepeatPolicy, activations: Activations
 ) -> dict[str, Any]:
-    with treated(bench.model, activations):
+    with treated(bench.model, activations, bench.blocks):
         return dataclasses.asdict(bench.measure(batch_size, policy))
 
 

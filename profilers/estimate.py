@@ -163,6 +163,7 @@ def _counts(target: Target, specs: Sequence[DeviceSpec], options: EstimateOption
                 is_default=options.optimizer is None,
                 precision=options.precision,
                 activations=options.activations,
+                blocks=target.blocks,
             )
             plain = child.receive(_ANSWER_SECONDS)
         except ChildDied as death:
@@ -193,6 +194,7 @@ def answer_counts(
     is_default: bool,
     precision: Precision | None,
     activations: Sequence[Activations],
+    blocks: Sequence[str],
 ) -> dict[str, Any]:
     """What the counting process answers: the counts as plain data."""
     from ..schema.files import to_plain
@@ -202,7 +204,7 @@ def answer_counts(
     estimators = [Estimator(spec=spec_of(name), precision=precision) for name in specs]
     most = min(largest or _LARGEST, _LARGEST)
     found = count_model(
-        targets.parse(target),
+        replace(targets.parse(target), blocks=tuple(blocks)),
         sizes or [size for size in growing_sizes(first) if size <= most],
         layers_at,
         optimizer,

@@ -361,7 +361,7 @@ def count_model(
         first = min([*sizes, *layers_at])
         make = _batches(target, workload.make_batch, first)
         workload = replace(workload, make_batch=partial(_faked_batch, fake, make))
-        bench = Bench(workload, TORCH_DEVICE, optimizer)
+        bench = Bench(workload, TORCH_DEVICE, optimizer, target.blocks)
         with _values_are_missing(target), _mixed_precision(precision):
             counts = _counted(bench, sizes, layers_at, is_enough, activations)
     if workload.make_optimizer is None:
@@ -632,13 +632,14 @@ def _counted(
     standing = sum(map(_bytes, [*bench.model.parameters(), *bench.model.buffers(), *grads])) + state
     passes, others = passes_of(), dict[Activations, tuple[PassCounts, ...]]()
     for how in activations:
-        with treated(bench.model, how):
+        with treated(bench.model, how, bench.blocks):
             others[how] = passes_of()
     tables, divisor, reason = _with_roles(bench, [_table(bench, size) for size in layers_at])
     return ModelCounts(
         weight_bytes=bench.weight_bytes,
         frozen_weight_bytes=bench.frozen_weight_bytes,
         num_parameters=bench.num_parameters,
+        blocks=bench.blocks or None,
         standing_bytes=standing,
         optimizer=OptimizerState(
             name=type(bench.optimizer).__name__,
@@ -692,7 +693,7 @@ def _pass(bench: Bench, size: int) -> PassCounts:
 
     batch = bench.make_batch(size)
     with _offloads_counted() as lane, tallied() as tally:
-        watch = PassWatch(bench.model, tally.since)
+        watch = PassWatch(bench.model, tally.since, bench.blocks)
         with watch.watching():
             loss = bench.loss_of(batch)
             forward, kept = tally.operators, tally.live_bytes

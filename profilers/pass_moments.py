@@ -5,7 +5,7 @@ most of their sum is found layer by layer, in a pass with whole states.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,10 +34,13 @@ class PassWatch:
     Args:
         model: The model; its gradients are there.
         taken: The most bytes since it was called last, beyond those before the pass, and now.
+        blocks: Names of its blocks; empty for the repeated layers.
     """
 
-    def __init__(self, model: Any, taken: Callable[[], tuple[int, int]]) -> None:
-        self._model, self._taken = model, taken
+    def __init__(
+        self, model: Any, taken: Callable[[], tuple[int, int]], blocks: Sequence[str] = ()
+    ) -> None:
+        self._model, self._taken, self._blocks = model, taken, blocks
         self._names: list[str] = []  # in the order of forward passes
         self._weights: tuple[int, ...] | None = ()  # beside the rest's; None: not even those
         self._back: frozenset[str] = frozenset()
@@ -50,7 +53,7 @@ class PassWatch:
         """Watch the one pass in the body."""
         handles = [
             handle
-            for name, layer in repeated_layers(self._model).items()
+            for name, layer in repeated_layers(self._model, self._blocks).items()
             for handle in (
                 layer.register_forward_pre_hook(partial(self._begins, name), with_kwargs=True),
                 layer.register_forward_hook(partial(self._ends, name)),
@@ -115,7 +118,8 @@ class PassWatch:
 
     def every(self) -> list[PassMoment]:
         """All moments that were seen, in their order."""
-        homes, weights, gradients = layers_of(self._model), Counter[str](), Counter[str]()
+        homes = layers_of(self._model, self._blocks)
+        weights, gradients = Counter[str](), Counter[str]()
         for parameter in self._model.parameters():
             home = homes[id(parameter)]
             home = home if home in self._names else ""

@@ -226,6 +226,7 @@ class Loading:
             memory_bytes=self.memory_bytes,
             optimizer=self.optimizer,
             num_threads=self.num_threads,
+            blocks=self.target.blocks,
         )
 
     def ask_together(

@@ -506,6 +506,7 @@ def _profile(
         weight_bytes=base.facts["weight_bytes"],
         frozen_weight_bytes=base.facts.get("frozen_weight_bytes"),
         update_seconds=base.costs.update.median_seconds,
+        blocks=tuple(base.facts.get("blocks", ())) or None,
         batch_curve=points,
         **others,
         fixed_seconds=base.costs.fixed_seconds,

@@ -215,7 +215,8 @@ class Target:
     """A parsed target.
 
     ``source`` is script, file, zoo, hf or torchvision; ``model`` names profiles; ``arguments`` are
-    a script's, and ``few_samples`` those of its batches before its loop is known.
+    a script's, and ``few_samples`` those of its batches before its loop is known. ``blocks`` are
+    classes or names of modules, as ``hf.prepare`` takes them; empty for the repeated layers.
     ``length`` is of one sample of an hf target: its tokens, or the pixels of an image's side. None
     takes 128 tokens, or the configuration's image size.
     """
@@ -228,6 +229,7 @@ class Target:
     length: int | None = None
     arguments: tuple[str, ...] = ()
     few_samples: int = 2  # of one sample nobody can tell how a loss adds up
+    blocks: tuple[str, ...] = ()
 
     @property
     def is_script(self) -> bool:

@@ -5,7 +5,7 @@ class's child with another ``forward``, so copies of a model and checks of types
 always see.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -42,13 +42,18 @@ def _may_run_again(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def treated(model: nn.Module, how: Activations) -> Iterator[None]:
-    """Within the context the activations of a model's repeated layers are treated so.
+def treated(model: nn.Module, how: Activations, blocks: Sequence[str] = ()) -> Iterator[None]:
+    """Within the context the activations of a model's blocks are treated so.
+
+    Args:
+        model: The model.
+        how: How.
+        blocks: Names of the blocks; empty for its repeated layers.
 
     Raises:
         TargetError: There are none of which this would change anything.
     """
-    layers = repeated_layers(model).values()
+    layers = repeated_layers(model, blocks).values()
     treat(layers, how)
     try:
         if how != "kept" and not any(isinstance(layer, _Treated) for layer in layers):

@@ -51,6 +51,7 @@ class Session:
         wants_stop: Whether this worker was asked to save and leave.
         is_finished: Whether the job has ended on this worker.
         has_evaluated: Whether the script has evaluated the model by the job.
+        blocks: Names of the modules that are units of shared states; empty for repeated layers.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Session:
         *,
         seed: int,
         watch: CompareSchedule,
+        blocks: Sequence[str] = (),
     ) -> None:
         self.model, self.optimizers, self.seed = model, tuple(optimizers), seed
         self.device = place.device
@@ -73,6 +75,7 @@ class Session:
         self.wants_stop, self.is_finished, self.has_evaluated = False, False, False
         self.place = place
         self.position = Position()
+        self.blocks = tuple(blocks)
 
     @property
     def rank(self) -> int:

@@ -469,7 +469,9 @@ def _shared_states_of(session: Session) -> SharedStates | None:
     if config is None or config.shard is None:
         return None
     order = _order_of(session.place)
-    states = SharedStates(session, config.shard, shares_of(config), order, kept_of(config))
+    states = SharedStates(
+        session, config.shard, shares_of(config), order, kept_of(config), session.blocks
+    )
     states.treat(session.place.activations)
     return states
 

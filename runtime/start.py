@@ -31,6 +31,7 @@ from .log import log, speak
 from .promise.promise import Promise
 from .protocol.environment import read_environment
 from .protocol.lower import check_pipeline_level
+from .repeated_layers import agreed_blocks, listed_blocks
 from .session import Session
 from .setup import (
     Given,
@@ -54,6 +55,7 @@ def prepare(
     seed: int | None = None,
     device: torch.device | str | None = None,
     overlap: bool = True,
+    blocks: Any = (),
 ) -> Job:
     """Join the launch that this process belongs to, and prepare the model for it.
 
@@ -73,6 +75,8 @@ def prepare(
         device: Where to run. By default the plan's device; under plain python the model's, or the
             first accelerator if the model is still on the CPU.
         overlap: Whether the last backward of a step overlaps with gradient synchronisation.
+        blocks: What is gathered together where workers share states: modules, classes of modules,
+            names of either, or a wrap policy of ``torch.distributed.fsdp``. Empty: repeated layers.
 
     Raises:
         TargetError: A model or optimizer that hetflow cannot train correctly, or an environment
@@ -105,6 +109,7 @@ def prepare(
     optimizers = optimizers_of(optimizer)
     settle(model, optimizers)  # first: a deferred model's tensors have no values until then
     # What this worker can refuse by itself comes before ``join``: behind it others wait for it.
+    listed = listed_blocks(model, blocks)
     start = read_environment()
     check_batch_norms(model, start.config, start.determinism)
     warning = warning_of(optimizers, start.config.optimizer if start.config else None)
@@ -124,9 +129,22 @@ def prepare(
         seed=start.seed if seed is None else seed,
         watch=CompareSchedule(start.compare_every),
         overlap=overlap,
+        blocks=_blocks_of(model, listed, place),
     )
     at_exit(job)
     return job
+
+
+def _blocks_of(model: nn.Module, listed: Sequence[str], place: Place) -> Sequence[str]:
+    """The blocks of shared states: the plan's, or those that the script lists."""
+    config, speaks = place.start.config, place.rank == 0
+    if config is None or config.shard is None:
+        return listed
+    if config.pipeline is None:
+        return agreed_blocks(model, listed, config.blocks or (), speaks=speaks)
+    if listed and speaks:
+        log.warning("blocks are of splits, and are not read: stages share their repeated layers")
+    return ()
 
 
 def assemble(
@@ -138,6 +156,7 @@ def assemble(
     watch: CompareSchedule,
     overlap: bool = True,
     tests: bool = True,
+    blocks: Sequence[str] = (),
 ) -> Job:
     """Build the job of one worker from its parts: for a split plan, or for a pipeline.
 
@@ -153,7 +172,7 @@ def assemble(
             f"a pipeline takes one optimizer, not {len(optimizers)}",
             hint="make one with a group of parameters for each of them",
         )
-    session = Session(model, optimizers, place, seed=seed, watch=watch)
+    session = Session(model, optimizers, place, seed=seed, watch=watch, blocks=blocks)
     epochs = Epochs(session)
     engine: StepEngine
     runner: Runner

@@ -169,7 +169,7 @@ class LaunchConfig:
     ``predicted_step_seconds`` is the plan's; None where the workers are not the plan's any more.
     ``shard`` is what the workers share of the states, in proportion to ``state_share_bytes``;
     ``redundancy`` is how many others keep each share too, and ``copied_ratio`` the memory of such a
-    copy for each of its weights' bytes.
+    copy for each of its weights' bytes. ``blocks`` are those of a ``Plan``.
     """
 
     schema: Literal["hetflow.launch/1"] = "hetflow.launch/1"
@@ -185,6 +185,7 @@ class LaunchConfig:
     shard: Shard | None = None
     redundancy: Index = 0
     copied_ratio: Ratio | None = None
+    blocks: tuple[Name, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.redundancy > int(self.shard is not None):

@@ -200,6 +200,7 @@ class ModelCounts:
     ``standing_bytes`` are the weights, buffers, gradients and optimizer state between two steps;
     ``update_workspace_bytes`` is what an update allocates temporarily. Tensor-parallel degrees must
     divide ``tensor_divisor``; it is None if the layers cannot be split, for ``no_tensor_reason``.
+    ``blocks`` are those of a ``Profile``.
     ``others`` are passes that do not keep all activations of repeated layers, where asked for.
     """
 
@@ -215,4 +216,5 @@ class ModelCounts:
     tensor_divisor: Count | None = None
     no_tensor_reason: str | None = None
     frozen_weight_bytes: Bytes | None = None
+    blocks: tuple[Name, ...] | None = None
     others: dict[Activations, tuple[PassCounts, ...]] = field(default_factory=dict)

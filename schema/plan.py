@@ -566,6 +566,8 @@ class Plan(Shown, _Staged):
     devices of the types in use; empty if there is none. ``restrictions`` is what it was solved
     under; None if nothing restricts the proof.
     ``trace`` is how the layers were found, so that a launch finds the same ones; None is torch.fx.
+    ``blocks`` are the modules that are gathered together where devices share states, as the memory
+    counts them; None where all weights count as whole, or are.
     ``assumptions`` are sentences on values that were not measured directly.
     ``link_bytes_per_second`` is the bandwidth given for links that the pool does not state.
 
@@ -626,6 +628,7 @@ class Plan(Shown, _Staged):
     reserves: tuple[MemoryReserve, ...] = ()
     trace: LayerTrace | None = None
     restrictions: Restrictions | None = None
+    blocks: tuple[Name, ...] | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

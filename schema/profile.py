@@ -527,6 +527,9 @@ class Profile(Shown):
     ``links`` is the link between two devices of the type, ``links_to`` those to devices of other
     types on the same host.
 
+    ``blocks`` are the modules that are gathered together where devices share states: those that
+    were listed, or the repeated layers; None if there are none, or if they are not known.
+
     ``host_memory_bytes`` is the free memory of the host that had the device, in which activations
     may wait that are offloaded; None if not known.
 
@@ -577,6 +580,7 @@ class Profile(Shown):
     frozen_weight_bytes: Bytes | None = None
     reference_seconds: MeasuredSeconds | None = None
     host_memory_bytes: PositiveBytes | None = None
+    blocks: tuple[Name, ...] | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ _OF_STAGES = "layers recompute replicas compute_seconds reduce_seconds update_se
 _OF_REPLICAS = "device_type num_replicas samples virtual_nodes virtual_node_batch_size"
 _STATED = {
     "split": {
-        "plan": f"{_OF_ALL} uniform_virtual_nodes est emulated sync_bounds alternatives",
+        "plan": f"{_OF_ALL} uniform_virtual_nodes est emulated sync_bounds alternatives blocks",
         "stage": "replicas shard copied_ratio",
         "replicas": f"{_OF_REPLICAS} pass_seconds interpolated measured_busy exposed_seconds "
         "state_share_bytes memory_bytes activations pinned_bytes",
@@ -126,6 +126,8 @@ def _stage_faults(plan: Plan, stage: Stage) -> Iterator[str]:
     """List replicas of a stage whose passes are not those that the plan's kind gives them."""
     if plan.shard is None and stage.copied_ratio is not None:
         yield "copied_ratio is of replicas that share states"
+    if plan.shard is None and plan.blocks is not None:
+        yield "blocks are of replicas that share states"
     if not plan.layers:
         for group in stage.replicas:
             full = group.num_replicas * group.virtual_nodes * group.virtual_node_batch_size

@@ -149,14 +149,18 @@ def _unit_faults(view: ShardedProblem, by_type: dict[str, Profile]) -> list[str]
     """List the bytes of units that are gathered, where the layers give others."""
     known = (by_type[option.device_type].layers for option in view.devices)
     layers = next((graph for graph in known if graph is not None), None)
+    listed = {name for profile in by_type.values() for name in profile.blocks or ()}
+    blocks = {name.replace(".", "_") for name in listed}
 
     def whole(model: int, *, frozen: bool) -> list[int]:
-        """Of what is no repeated layer, and of the two largest of these, the smaller one first."""
+        """Of what is in no block, and of the two largest of these, the smaller one first."""
         units: dict[str, int] = {}
         for node in () if layers is None else layers.nodes:
             path = re.split(r"[._]", node.id)
-            deep = next((place for place, part in enumerate(path) if part.isdecimal()), None)
-            name = "" if deep is None else node.id[: len("_".join(path[: deep + 1]))]
+            depths = range(len(path), 0, -1) if blocks else range(1, len(path) + 1)
+            ends = ("_".join(path[:depth]) for depth in depths)
+            known = (e for e in ends if (e in blocks if blocks else e.split("_")[-1].isdecimal()))
+            name = next(known, "")
             own_bytes = node.weight_bytes + (node.frozen_weight_bytes or 0) * frozen
             units[name] = units.get(name, 0) + own_bytes
         rest = model if layers is None else units.pop("", 0)
@@ -215,6 +219,12 @@ def stated_faults(plan: Plan, profiles: Sequence[Profile]) -> list[str]:
     speeds = {p.device_type: p.reference_seconds for p in used if p.reference_seconds}
     if plan.reference_seconds is not None and plan.reference_seconds != speeds:
         faults.append(f"reference_seconds are {plan.reference_seconds}, the profiles have {speeds}")
+    sharing = plan.shard is not None and not plan.layers
+    curves = [point for profile in profiles for point in profile.batch_curve]
+    known = any(profile.layers for profile in profiles) or any(point.moments for point in curves)
+    listed = {profile.blocks for profile in profiles if known}
+    if sharing and plan.blocks is not None and plan.blocks not in listed:
+        faults.append("blocks are not those that the profiles list")
     if not plan.layers:
         return faults + _emulation_faults(plan, used)
     traces = [profile.layers.trace for profile in profiles if profile.layers is not None]

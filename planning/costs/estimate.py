@@ -112,6 +112,7 @@ def estimated_profile(counts: ModelCounts, estimator: Estimator, *, model: str) 
         device_memory_bytes=spec.memory_bytes,
         weight_bytes=counts.weight_bytes,
         frozen_weight_bytes=counts.frozen_weight_bytes,
+        blocks=counts.blocks,
         update_seconds=estimator.seconds(counts.update),
         batch_curve=shared or tuple(points[:1]),  # with less of the states they may fit
         **others,
@@ -386,6 +387,7 @@ def carried_profile(
         tensor_layers=(),  # layers that were carried and estimated ones are not to be compared
         fixed_seconds=measured.fixed_seconds,
         optimizer=measured.optimizer,
+        blocks=measured.blocks,
         out_of_memory_batch_size=None,
         step_error=error,
         estimate=replace(estimate.estimate, step_error=error, carried_from=measured.device_type),

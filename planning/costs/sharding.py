@@ -5,7 +5,7 @@ gradients, with ``all`` also of the weights. The rest of its peak is as measured
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from math import ceil
 from typing import Any
@@ -18,29 +18,41 @@ from ...schema.profile import BatchPoint, LayerGraph
 
 
 def unit_bytes(
-    layers: LayerGraph | None, weight_bytes: int, *, frozen: bool = True
+    layers: LayerGraph | None,
+    weight_bytes: int,
+    *,
+    frozen: bool = True,
+    blocks: Sequence[str] = (),
 ) -> tuple[int, int, int, int]:
     """Most bytes of a model that are whole at once, its largest unit, and how many there are.
 
-    The rest stays whole for a pass, and two repeated layers are whole at a time: one that runs and
-    one ahead; the last number is the smaller one of these. Without layers the whole model is a
-    unit.
+    The rest stays whole for a pass, and two blocks are whole at a time: one that runs and one
+    ahead; the last number is the smaller one of these. Without layers the whole model is a unit.
 
     Args:
         layers: The model's layers; None if they are not known.
         weight_bytes: Of the whole model, with those that are not trained if they count.
         frozen: Whether weights that are not trained count.
+        blocks: The modules that are units; empty for the repeated layers.
     """
     sizes: Counter[str] = Counter()
     for node in layers.nodes if layers is not None else ():
-        sizes[unit_of(node.id)] += node.weight_bytes
-        sizes[unit_of(node.id)] += (node.frozen_weight_bytes or 0) if frozen else 0
+        unit = _block_of(node.id, blocks) if blocks else unit_of(node.id)
+        sizes[unit] += node.weight_bytes
+        sizes[unit] += (node.frozen_weight_bytes or 0) if frozen else 0
     rest = sizes.pop("", 0) if sizes else weight_bytes
     repeated = sorted(size for size in sizes.values() if size)
     largest = max([rest, *repeated[-1:]])
     second = 0 if len(repeated) < 2 else repeated[-2]
     most = min(weight_bytes, rest + sum(repeated[-2:]))
     return most, largest, len(repeated) + bool(rest), second
+
+
+def _block_of(layer: str, blocks: Sequence[str]) -> str:
+    """The block that a layer is in, whose name has ``_`` for each dot of its module's."""
+    path = f"{layer}_".replace(".", "_")
+    inside = [name for name in blocks if path.startswith(f"{name}_".replace(".", "_"))]
+    return max(inside, key=len, default="")
 
 
 def in_rounds(shard: Shard) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -283,10 +284,22 @@ def _load_state(original: Any, folder: Any, *values: Any, **options: Any) -> Any
 
 def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
     """Let the plan share the states where the script or its configuration asks for FSDP."""
-    if training().sharing is not None:
-        options["fsdp_plugin"] = None
-        os.environ.pop("ACCELERATE_USE_FSDP", None)
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    if training().may_share:
+        plugin, options["fsdp_plugin"] = options.get("fsdp_plugin"), None
+        if os.environ.pop("ACCELERATE_USE_FSDP", "").lower() in ("1", "true") and plugin is None:
+            plugin = FullyShardedDataParallelPlugin()  # as the environment says
+        sharing = training().sharing
+        if plugin is not None and sharing is not None:
+            sharing.lists = functools.partial(_wrapped_by, plugin)
     original(self, *values, **options)
+
+
+def _wrapped_by(plugin: Any, model: Any) -> Any:
+    plugin = copy(plugin)
+    plugin.set_auto_wrap_policy(model)
+    return plugin.auto_wrap_policy or ()
 
 
 def _prepare_model(original: Any, self: Any, model: Any, *values: Any, **options: Any) -> Any:

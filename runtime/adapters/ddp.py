@@ -331,12 +331,18 @@ def _shard(original: Any, module: Any, *values: Any, **options: Any) -> Any:
         said = "under a plan it casts nothing by an mp_policy", "use torch.autocast"
     if said is not None:
         raise TargetError(f"the script calls fully_shard, and {said[0]}", hint=said[1])
+    assert current.sharing is not None
+    current.sharing.lists = _fully_sharded
     for one in module if isinstance(module, list) else [module]:
         if not isinstance(one, _FullyShard):
             one.__class__ = type(f"FSDP{type(one).__name__}", (_FullyShard, type(one)), {})
             one.register_forward_pre_hook(partial(_enter_shard, current), prepend=True)
             one.register_forward_hook(partial(_leave_shard, current), always_call=True)
     return module
+
+
+def _fully_sharded(model: nn.Module) -> list[nn.Module]:
+    return [one for one in model.modules() if isinstance(one, _FullyShard)]
 
 
 _ROLES = ("param", "reduce", "output")

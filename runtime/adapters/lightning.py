@@ -127,7 +127,7 @@ def _asked(strategies: Any, who: str, options: dict[str, Any]) -> dict[str, Any]
     if isinstance(strategy, str):
         if strategy == "auto":
             return {"find_unused_parameters": True}  # one process has no rule about them
-        if strategy.startswith("fsdp") and training().sharing is not None:
+        if strategy.startswith("fsdp") and training().may_share:
             return {"find_unused_parameters": True}  # the plan shares the states
         if strategy.startswith("ddp"):
             return {"find_unused_parameters": strategy.endswith("find_unused_parameters_true")}
@@ -138,9 +138,12 @@ def _asked(strategies: Any, who: str, options: dict[str, Any]) -> dict[str, Any]
         if not any(held.get(name) for name in names) and not asked.get("static_graph"):
             return asked
         strategy = "a DDPStrategy with a communication hook, model averaging or static_graph"
-    elif type(strategy) is strategies.SingleDeviceStrategy or (
-        type(strategy) is strategies.FSDPStrategy and training().sharing is not None
-    ):
+    elif type(strategy) is strategies.SingleDeviceStrategy:
+        return {"find_unused_parameters": True}
+    elif type(strategy) is strategies.FSDPStrategy and training().may_share:
+        policy, sharing = strategy.kwargs.get("auto_wrap_policy"), training().sharing
+        if sharing is not None:
+            sharing.lists = lambda _: policy or ()
         return {"find_unused_parameters": True}
     said = strategy if isinstance(strategy, str) else type(strategy).__name__
     raise TargetError(

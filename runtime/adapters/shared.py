@@ -10,7 +10,7 @@ meet: as a step begins, at an exchange, at the end. Until all have said that the
 goes on.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -24,6 +24,7 @@ from .. import peers
 from ..agreement.agreement import CompareSchedule
 from ..checkpoints.checkpoint import copy_to_host
 from ..group import Place
+from ..repeated_layers import agreed_blocks, listed_blocks
 from ..session import Session
 from ..setup import is_elementwise
 from ..sharding.flats import Flat
@@ -113,7 +114,12 @@ class SharedModel:
         place = training.place
         watch = CompareSchedule(0, watches_first=False)
         session = Session(self.module, (), place, seed=place.start.seed, watch=watch)
-        self.states = SharedStates(session, sharing.shard, sharing.shares)
+        listed = listed_blocks(self.module, sharing.lists(self.module))
+        # A script may train several models, of which the plan knows one.
+        blocks = agreed_blocks(
+            self.module, listed, sharing.planned_blocks, speaks=place.rank == 0, is_only=False
+        )
+        self.states = SharedStates(session, sharing.shard, sharing.shares, blocks=blocks)
         self.states.treat(place.activations)
         for optimizer in sharing.loaded:
             self.cut(optimizer)
@@ -249,13 +255,23 @@ class SharedModels:
         training: This worker's training.
         shard: What is shared.
         shares: [workers] of the states, in any unit.
+        planned_blocks: See ``agreed_blocks``.
 
     Attributes:
         loaded: Optimizers that have loaded a state before it was shared.
+        lists: What the script lists as blocks of a model.
     """
 
-    def __init__(self, training: SharingTraining, shard: Shard, shares: Sequence[int]) -> None:
+    def __init__(
+        self,
+        training: SharingTraining,
+        shard: Shard,
+        shares: Sequence[int],
+        planned_blocks: Sequence[str] = (),
+    ) -> None:
         self._training, self.shard, self.shares = training, shard, shares
+        self.planned_blocks = planned_blocks
+        self.lists: Callable[[nn.Module], Any] = lambda model: ()
         self._models: list[SharedModel] = []
         self._plain: list[Any] = []  # open contexts of updates
         self._reads: dict[int, Tensor] = {}  # by what is asked for, this worker's slice

@@ -256,7 +256,7 @@ class Training:
         self.sharing: SharedModels | None = None
         if config is not None and config.shard is not None:
             shares = [slot.state_share_bytes or 0 for slot in config.workers]
-            self.sharing = SharedModels(self, config.shard, shares)
+            self.sharing = SharedModels(self, config.shard, shares, config.blocks or ())
         self.loader_batch_size = 0
         self.took_gradients, self.cuts_batches = False, False
         self.known_losses: set[Any] | None = None
@@ -287,6 +287,11 @@ class Training:
                 destroy(*values, **options)
 
         dist.destroy_process_group = destroyed
+
+    @property
+    def may_share(self) -> bool:
+        """Whether FSDP's settings are the plan's: it shares states, or is still to be made."""
+        return self.sharing is not None or self.watcher is not None
 
     @property
     def world_size(self) -> int:

@@ -110,6 +110,7 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
         pipeline=work,
         shard=plan.shard,
         copied_ratio=plan.stages[0].copied_ratio,
+        blocks=plan.blocks,
         optimizer=plan.optimizer,
         predicted_step_seconds=plan.predicted.step_seconds,
     )

@@ -75,6 +75,7 @@ class SharedStates(Units):
         shares: [workers] of the states, in any unit.
         order: In which order virtual nodes add up; None: as the workers run them.
         kept: [workers] the ranks whose shares each keeps; None: its own.
+        blocks: Names of the units; empty for the repeated layers.
 
     Attributes:
         run: Runs an exchange between two steps, which may be repeated where a worker is lost.
@@ -89,6 +90,7 @@ class SharedStates(Units):
         shares: Sequence[int],
         order: NodeOrder | None = None,
         kept: Sequence[range] | None = None,
+        blocks: Sequence[str] = (),
     ) -> None:
         self.run: Callable[[Callable[[], Tensor]], Tensor] = lambda exchange: exchange()
         self.is_behind: Callable[[], bool] = lambda: False
@@ -100,7 +102,7 @@ class SharedStates(Units):
             check_same_shapes(dict(session.parameters), session.place)
         self.shapes = {name: p.detach().to("meta") for name, p in session.parameters.items()}
         self._laid: list[Flat] = []
-        rest, layers, self._modules = self._cut(shares, shard, order)
+        rest, layers, self._modules = self._cut(shares, shard, order, blocks)
         super().__init__(
             rest,
             layers,
@@ -134,12 +136,16 @@ class SharedStates(Units):
         clip_grad._get_total_norm = self._total_norm
 
     def _cut(
-        self, shares: Sequence[int], shard: Shard, order: NodeOrder | None
+        self,
+        shares: Sequence[int],
+        shard: Shard,
+        order: NodeOrder | None,
+        blocks: Sequence[str],
     ) -> tuple[Unit, dict[str, Unit], dict[str, nn.Module]]:
         """Find the units, and lay their parameters out."""
         session = self._session
         place, model = session.place, session.model
-        homes, modules = layers_of(model), repeated_layers(model)
+        homes, modules = layers_of(model, blocks), repeated_layers(model, blocks)
         members: dict[tuple[str, torch.dtype, bool], list[int]] = {}
         for index, parameter in enumerate(self._parameters):
             name = homes.get(id(parameter), "")

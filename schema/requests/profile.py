@@ -84,6 +84,14 @@ class ProfileRequest:
             help="The same with activations of repeated layers on the host until they are needed."
         ),
     ] = False
+    blocks: Annotated[
+        "Sequence[str]",
+        Option(
+            flag="--block",
+            help="What is gathered together where devices share states (repeatable): the class or "
+            "the name of a module; default: each repeated layer.",
+        ),
+    ] = ()
     sync_devices: Annotated[
         "SyncDevices",
         Option(help="Number of devices to measure synchronisation over; 0: do not measure it."),

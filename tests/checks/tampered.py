@@ -68,7 +68,7 @@ def profile(device_type: str, slowness: float) -> Profile:
     )  # fmt: skip
     return Profile(
         model="m", device_type=device_type, device_memory_bytes=16 << 30,
-        weight_bytes=33 << 20, update_seconds=slowness * 0.001,
+        weight_bytes=33 << 20, update_seconds=slowness * 0.001, blocks=("l1", "l2", "l5"),
         batch_curve=tuple(
             BatchPoint(
                 batch_size=size, step_seconds=slowness * (0.002 + 0.001 * size),

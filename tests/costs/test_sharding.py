@@ -22,6 +22,9 @@ def test_units_are_repeated_layers() -> None:
     graph = LayerGraph(microbatch_size=1, nodes=nodes, edges=())
     assert unit_bytes(graph, 57) == (30 + 11 + 9, 30, 4, 9)
     assert unit_bytes(None, 57) == (57, 57, 1, 0)
+    # ``h.1`` and all of ``h.0`` are blocks, ``h.2`` is none, nor is what only begins as one.
+    assert unit_bytes(graph, 57, blocks=["h.0", "h.1", "h.10"]) == (39 + 11 + 7, 39, 3, 7)
+    assert unit_bytes(graph, 57, blocks=["h", "h.2", "w"]) == (30 + 18 + 9, 30, 3, 9)
     frozen = replace(graph, nodes=(replace(nodes[0], frozen_weight_bytes=4), *nodes[1:]))
     assert unit_bytes(frozen, 61) == (34 + 11 + 9, 34, 4, 9)
     assert unit_bytes(frozen, 57, frozen=False) == (30 + 11 + 9, 30, 4, 9)

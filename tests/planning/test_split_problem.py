@@ -1,16 +1,19 @@
 """The builder matches profiles to a pool, applies memory, and interpolates only when asked."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from hetflow.planning.checks.profiled import split_view_faults
+import hetflow
+from hetflow.planning.checks.profiled import split_view_faults, stated_faults
 from hetflow.planning.split_problem import MAX_INTERPOLATED_SIZES, split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
-from hetflow.schema.problem import Problem, ShardedDevices
-from hetflow.schema.profile import BatchPoint, BusyHost, Profile
+from hetflow.schema.plan import Plan
+from hetflow.schema.problem import Problem, ShardedDevices, ShardedProblem
+from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
 from hetflow.solvers.split.solve import solve
 
 GIB = 1 << 30
@@ -253,3 +256,37 @@ def test_offloaded_activations_share_their_hosts_memory(
     assert isinstance(free, ShardedDevices)
     other = replace(kind, offloaded_curve=() if fits else free.offloaded_curve)
     assert split_view_faults(replace(view, devices=(other,)), problem)
+
+
+def test_plans_repeat_the_blocks_that_their_memory_counts() -> None:
+    sizes = {"a.up": 10, "a.down": 20, "b": 30, "c_1": 40}
+    nodes = tuple(
+        LayerNode(
+            id=name, op="Linear", forward_seconds=1.0, backward_seconds=1.0, activation_bytes=1,
+            weight_bytes=size,
+        )
+        for name, size in sizes.items()
+    )  # fmt: skip
+    graph = LayerGraph(microbatch_size=8, nodes=nodes, edges=())
+    adam = named_optimizer("adam")
+    known = replace(profile("V100"), optimizer=adam, layers=graph, blocks=("a", "b"))
+    pool = Cluster.parse("2xV100")
+    problem = Problem([known], pool, 64)
+    view = split_problem(problem, shards=("all",))
+    assert isinstance(view, ShardedProblem)
+    assert (view.gathered_bytes, view.edge_bytes, view.num_units) == (40 + 30 + 30, 40, 3)
+    assert split_view_faults(view, problem) == []
+    assert split_view_faults(replace(view, gathered_bytes=99), problem)
+
+    def solved(profile: Profile, **shared: Any) -> Plan:
+        return hetflow.solve([profile], pool, strategy="split", batch_size=64, **shared)
+
+    plan = solved(known, shard="all")
+    assert plan.blocks == ("a", "b")
+    assert stated_faults(plan, [known]) == []
+    assert stated_faults(replace(plan, blocks=("a",)), [known])
+    assert solved(known).blocks is None
+    assert solved(replace(known, layers=None), shard="all").blocks is None
+    other = replace(known, device_type="P100", blocks=("a",))
+    with pytest.raises(ProblemError, match="list unlike blocks"):
+        split_problem(Problem([known, other], Cluster.parse("V100,P100"), 64), shards=("all",))

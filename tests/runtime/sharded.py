@@ -5,6 +5,7 @@ It holds gradients, norms, updates and what is whole at a time against a model o
 """
 
 import sys
+from collections.abc import Sequence
 from copy import deepcopy
 from itertools import product
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from hetflow.runtime.group import Place
 from hetflow.runtime.peers import SharedStore
 from hetflow.runtime.protocol.environment import Start
+from hetflow.runtime.repeated_layers import listed_blocks
 from hetflow.runtime.sharding.flats import Flat
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema.layers import unit_of
@@ -55,7 +57,41 @@ def lora() -> Any:
     return model, data, loss
 
 
+class _Tower(nn.Module):
+    """A block of a name without a number; with another one in it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class _Towers(nn.Module):
+    """Towers of names, of which one runs twice in a row, between a stem and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.left, self.right, self.top = _Tower(16), _Tower(48), _Tower(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.top(self.right(self.right(self.left(self.stem(x))))))
+
+
+def towers() -> Any:
+    """A model whose blocks a user lists."""
+    return (
+        _Towers().double(),
+        lambda number, generator: torch.randn(number, 4, generator=generator, dtype=torch.float64),
+        lambda model, x: model(x).square().sum(1).mean(),
+    )
+
+
+BLOCKS: dict[str, Any] = {"towers": ["left.up", _Tower]}
 KINDS = {
+    "towers": towers,
     "gpt": model_kinds.hf_gpt2,
     "llama": model_kinds.hf_llama,
     "vit": model_kinds.hf_vit,
@@ -78,12 +114,17 @@ class Watch:
         self.most = max(self.most, held)
 
 
-def most_whole_bytes(model: nn.Module) -> int:
+def most_whole_bytes(model: nn.Module, blocks: Sequence[str]) -> int:
     """What docs/sharding.md allows: the rest, and the two largest units."""
+
+    def block_of(path: str) -> str:
+        named = [name for name in blocks if name == path.split(".")[0]]
+        return named[0] if named else "" if blocks else unit_of(path)
+
     homes: dict[int, set[str]] = {}
     sizes: dict[str, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        homes.setdefault(id(parameter), set()).add(unit_of(name.rpartition(".")[0]))
+        homes.setdefault(id(parameter), set()).add(block_of(name.rpartition(".")[0]))
     for parameter in model.parameters():
         home = homes[id(parameter)]
         name = next(iter(home)) if len(home) == 1 else ""
@@ -113,7 +154,8 @@ def train(kind: str, shard: Shard, shares: list[int]) -> None:
         parameters=dict(model.named_parameters()), optimizers=(optimizer,), place=place,
         model=model, device=place.device,
     )  # fmt: skip
-    states, watch = SharedStates(session, shard, shares), Watch()
+    blocks = listed_blocks(model, BLOCKS.get(kind, ()))
+    states, watch = SharedStates(session, shard, shares, blocks=blocks), Watch()
     # Under unlike shares two of three recompute their layers, and one offloads their activations.
     lane = host_lane.install()
     how: Activations = "recomputed" if rank < shares[-1] // 3 else "offloaded"
@@ -151,7 +193,8 @@ def train(kind: str, shard: Shard, shares: list[int]) -> None:
         optimizer.step()
         own.step()
     if shard == "all":
-        assert watch.most <= most_whole_bytes(whole), (watch.most, most_whole_bytes(whole))
+        most = most_whole_bytes(whole, blocks)
+        assert watch.most <= most, (watch.most, most)
     Flat.wait = wait  # type: ignore[method-assign]
     with torch.no_grad(), states.open():
         inputs = data(2, generator)

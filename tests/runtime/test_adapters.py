@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,12 @@ def test_accelerate_trains_as_one_process(
     plan_of: Plans,
 ) -> None:
     alone(tmp_path, SCRIPTS / script, "one")
-    plan = shared(plan_of(devices), shard, (1, 3))
+    plan = replace(shared(plan_of(devices), shard, (1, 3)), blocks=("0", "2") if shard else None)
     code, stderr = launch(tmp_path, plan, SCRIPTS / script, "many", *(["fsdp"] if shard else []))
     assert code == 0, stderr
+    assert ("script's blocks (0) are not those that the plan's memory counts" in stderr) == (
+        shard is not None
+    )
     assert_equal(tmp_path, parameters=1e-12, others=0)
     (record,) = tmp_path.glob("hetflow-runs/*/run.json")
     run = json.loads(record.read_text())
@@ -187,10 +191,11 @@ def test_lightning_trains_and_logs_as_one_process(tmp_path: Path, plan_of: Plans
     shares = {f"hetflow/samples_{rank}_cpu_fast": str(n) for rank, n in enumerate((16, 10, 6))}
     assert shown == shares
     # The same under a plan that shares states, where the script asks for FSDP.
-    plan = shared(plan, "all", (3, 0, 7))
+    plan = replace(shared(plan, "all", (3, 0, 7)), blocks=("net.0", "net.1"))
     shares_states = ("fabric.py", "lit_average.py", "lit_classifier.py:again:norm:fsdp")
     code, stderr = launch(tmp_path, plan, *scripts("many", *shares_states))
     assert code == 0, stderr
+    assert "script's blocks (net.0, net.3) are not those" in stderr
     without_gan = json.loads((tmp_path / "one").read_text())
     del without_gan["1.lit_gan.py"]
     (tmp_path / "one").write_text(json.dumps(dict(enumerate(without_gan.values()))))
@@ -282,8 +287,11 @@ def test_wrapped_models_whose_states_are_shared_train_as_one_process(
     alone(tmp_path, SCRIPTS / "wrapped.py", "one", "ddp", **variables)
     for kind, shard in (("ddp", "gradients"), ("fsdp", "all")):
         plan = shared(plan_of([(1, 18), (1, 12)]), shard, (3, 7))
+        plan = replace(plan, blocks=None if kind == "ddp" else ("first", "last"))
         code, stderr = launch(tmp_path, plan, SCRIPTS / "wrapped.py", "many", kind)
         assert code == 0, stderr
+        told = "script's blocks (blocks.0, blocks.1 and 1 more) are not those"
+        assert (told in stderr) == (kind == "fsdp")
         assert_equal(tmp_path, parameters=1e-12, others=1e-12)
     # Weights are whole while a trial runs the model again.
     code, stderr = launch(tmp_path, plan, SCRIPTS / "wrapped.py", "many", "mixing")

@@ -55,7 +55,7 @@ def train(folder: Path, *kinds: str) -> None:
 
 @pytest.mark.processes
 def test_workers_that_share_train_as_one_process(tmp_path: Path) -> None:
-    train(tmp_path, "lora")
+    train(tmp_path, "lora", "towers")
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.set_default_dtype(torch.float64)
-plugin = FullyShardedDataParallelPlugin() if "fsdp" in sys.argv else None
+wrapped = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 100}
+plugin = FullyShardedDataParallelPlugin(**wrapped) if "fsdp" in sys.argv else None
 accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=plugin)
 set_seed(3)
 x = torch.randn(161, 6)  # the last batch has one sample

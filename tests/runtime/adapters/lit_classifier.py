@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassF1Score
@@ -85,7 +86,7 @@ val = DataLoader(TensorDataset(x[:51], y[:51]), batch_size=25)
 model = Classifier()
 writer = Writer()
 trainer = L.Trainer(
-    strategy="fsdp" if "fsdp" in sys.argv else "auto",
+    strategy=FSDPStrategy(auto_wrap_policy={nn.Linear}) if "fsdp" in sys.argv else "auto",
     max_epochs=4,
     logger=CSVLogger(sys.argv[2]),
     callbacks=[
