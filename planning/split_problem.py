@@ -101,7 +101,7 @@ def split_problem(
         view = SplitProblem(**asked)
     if not interpolate:
         return view
-    return replace(view, devices=tuple(_option_between(view, one) for one in options))
+    return replace(view, devices=tuple(_option_between(view, one) for one in view.devices))
 
 
 def _states(

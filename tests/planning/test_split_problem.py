@@ -119,6 +119,14 @@ def test_interpolated_sizes_are_marked_and_linear() -> None:
     assert problem.devices[0].batch_curve[3].peak_memory_bytes == 10 * GIB
 
 
+def test_interpolated_passes_hold_what_sharing_states_adds() -> None:
+    kept = [replace(profile(name), optimizer=named_optimizer("sgd")) for name in "AB"]
+    problem = Problem(kept, Cluster.parse("1xA,1xB"), 20)
+    sharing = split_problem(problem, interpolate=True, shards=("all",))
+    assert sizes_of(sharing) == [8, 12, 16, 20, 24, 28, 32]
+    assert not split_view_faults(sharing, problem)
+
+
 def test_interpolation_in_the_uniform_regime_adds_the_one_size() -> None:
     problem = split_problem(
         Problem([profile("A"), profile("B", (20, 40))], Cluster.parse("1xA,1xB"), 80),
