@@ -11,7 +11,7 @@ operator's distinct inputs and outputs: run eagerly, each moves through memory o
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
@@ -355,6 +355,7 @@ def count_model(
         _autocast_as_on_gpus(),
         _attention_as_on_gpus()(),
         _experts_are_even(),
+        _again_as_before(),
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
     ):
         workload = _loaded(target, fake)
@@ -469,6 +470,33 @@ def _experts_are_even() -> Iterator[None]:
 
     with EvenGroups():
         yield
+
+
+@contextmanager
+def _again_as_before() -> Iterator[None]:
+    """Let recomputed layers run under the modes of torch's functions that they ran under before."""
+    # Backward passes are such functions themselves, so torch turns modes off within them.
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils import checkpoint
+
+    before: Any = checkpoint._CheckpointFrame
+
+    def frame(recompute: Callable[..., None], *rest: Any) -> Any:
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+
+        def again(*arguments: Any) -> None:
+            with ExitStack() as active:
+                for mode in modes:
+                    active.enter_context(mode)
+                recompute(*arguments)
+
+        return before(again, *rest)
+
+    checkpoint._CheckpointFrame = frame  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        checkpoint._CheckpointFrame = before  # type: ignore[misc]
 
 
 def _is_autocast() -> bool:

@@ -30,6 +30,20 @@ def repeated():
         return nn.Sequential(nn.Linear(100, 400), nn.GELU(), nn.Linear(400, 100))
     return nn.Sequential(*(block() for _ in range(4))), *attending()[1:]
 
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.product, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x):
+        heads = self.product(self.norm(x)).unflatten(-1, (4, 16)).transpose(1, 2)
+        attention = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+        return x + attention.transpose(1, 2).flatten(2)
+
+def dropping():
+    model = nn.Sequential(*(Attending() for _ in range(3)))
+    return model, lambda n: torch.randn(n, 32, 64), lambda m, x: m(x).square().mean()
+
 def under_autocast():
     model, make, loss = attending()
     def cast(m, x):
@@ -149,6 +163,20 @@ def test_flops_memory_and_layers_of_two_linear_layers(file: Path) -> None:
     assert halves == [[of_first, of_first], [0.0, 0.0], [of_last, of_last]]
     relu = table.layers[1].backward_halves
     assert relu == (table.layers[1].backward, ())
+
+
+@pytest.mark.parametrize("precision", [None, "float16"])
+def test_recomputed_layers_run_again_as_on_gpus(file: Path, precision: Precision | None) -> None:
+    target = targets.parse(f"{file}:dropping")
+    counts = count_model(target, (2,), (), "sgd", precision=precision, activations=("recomputed",))
+    (plain,), (again,) = counts.passes, counts.others["recomputed"]
+    for name in ("_scaled_dot_product_flash_attention_for_cpu", "native_layer_norm"):
+        forward, repeated = (
+            sorted((one.dtype, one.num_bytes, one.count) for one in operators if one.name == name)
+            for operators in (plain.forward, again.backward)
+        )
+        assert forward == repeated
+        assert sum(count for *_, count in forward) == 3
 
 
 def test_recomputed_layers_keep_their_inputs_and_run_again(file: Path) -> None:
