@@ -50,6 +50,23 @@ def slow():
     import time
     time.sleep(600)
 
+def crowded():
+    # Four processes of the usual priority leave little of a core to one of the lowest.
+    import subprocess, sys, time
+    (core, *_) = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    os.nice(19)
+    try:
+        end = time.process_time() + 0.05
+        while time.process_time() < end:
+            pass
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+    return small()
+
 def optimizer_raises():
     def make_optimizer(parameters):
         try:
@@ -184,6 +201,15 @@ def test_a_model_that_hangs_is_given_up(file: Path) -> None:
         pytest.raises(TargetError, match="no answer within"),
     ):
         measure.measure(1, POLICY)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="reads /proc")
+def test_time_in_which_others_keep_the_core_busy_is_not_the_models(file: Path) -> None:
+    began = time.monotonic()
+    with measurer(file, "crowded", seconds=10.0) as measure:
+        assert measure.measure(1, POLICY) is not None
+    assert time.monotonic() - began > 10.0  # of which the model had a fraction
 
 
 @pytest.fixture
