@@ -228,4 +228,8 @@ def question_of(asked: SolveRequest, pool: Cluster | None = None) -> Question:
         profiles, used = corrected_by_runs(profiles, Path(asked.runs))
     trains = asked.optimizer
     optimizer = named_optimizer(trains) if isinstance(trains, str) else trains
+    if asked.masters:
+        known = [p.optimizer for p in profiles if p.device_type in pool.num_devices]
+        optimizer = optimizer or next((each for each in known if each is not None), None)
+        optimizer = optimizer and optimizer.with_masters()
     return Question(asked, profiles, pool, optimizer, used)

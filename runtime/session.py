@@ -52,6 +52,7 @@ class Session:
         is_finished: Whether the job has ended on this worker.
         has_evaluated: Whether the script has evaluated the model by the job.
         blocks: Names of the modules that are units of shared states; empty for repeated layers.
+        masters: The type of the weights that are updated; None: as they run.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Session:
         seed: int,
         watch: CompareSchedule,
         blocks: Sequence[str] = (),
+        masters: torch.dtype | None = None,
     ) -> None:
         self.model, self.optimizers, self.seed = model, tuple(optimizers), seed
         self.device = place.device
@@ -75,7 +77,7 @@ class Session:
         self.wants_stop, self.is_finished, self.has_evaluated = False, False, False
         self.place = place
         self.position = Position()
-        self.blocks = tuple(blocks)
+        self.blocks, self.masters = tuple(blocks), masters
 
     @property
     def rank(self) -> int:

@@ -310,8 +310,18 @@ _NUMBERS = 8
 _TOLERANCE = 0.01
 
 
-def warning_of(optimizers: Sequence[optim.Optimizer], counted: OptimizerState | None) -> str | None:
+def warning_of(
+    optimizers: Sequence[optim.Optimizer],
+    counted: OptimizerState | None,
+    *,
+    masters: bool = False,
+) -> str | None:
     """The warning for a user whose optimizers keep more state than the plan counted.
+
+    Args:
+        optimizers: The script's.
+        counted: What the plan counts.
+        masters: Whether the script asks for masters.
 
     Returns:
         The warning; None where the optimizers keep no more, or where that cannot be known before a
@@ -319,7 +329,15 @@ def warning_of(optimizers: Sequence[optim.Optimizer], counted: OptimizerState | 
     """
     if not optimizers or counted is None:
         return None
+    if masters and not counted.masters:
+        return (
+            "warning: hf.prepare is asked for masters, which the plan's memory does not count: a "
+            f"device may run out of memory; solve again with {option('masters', True)}"
+        )
     kept = state_ratio(optimizers)
+    if kept is not None and masters:
+        own = OptimizerState(state_bytes_per_weight_byte=kept)
+        kept = own.with_masters().state_bytes_per_weight_byte
     if kept is None or kept <= counted.state_bytes_per_weight_byte + _TOLERANCE:
         return None
     names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))

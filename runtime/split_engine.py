@@ -32,6 +32,7 @@ from .outputs import OutputsOfBatch, in_order, message_of
 from .promise.promise import Promise
 from .session import Session
 from .setup import final_tensors, state_of
+from .sharding.flats import StateTypes
 from .sharding.leaves import NodeOrder
 from .sharding.saving import SharedState, kept_of, move, shares_of
 from .sharding.states import SharedStates
@@ -465,12 +466,14 @@ def _reducer_of(session: Session, *, has_buffers: bool) -> GradientReducer:
 
 
 def _shared_states_of(session: Session) -> SharedStates | None:
-    config = session.place.start.config
-    if config is None or config.shard is None:
+    config, types = session.place.start.config, StateTypes(kept=session.masters)
+    if (config is None or config.shard is None) and session.masters is None:
         return None
     order = _order_of(session.place)
+    if config is None or config.shard is None:  # one worker, which keeps masters
+        return SharedStates(session, "optimizer", [1], order, types=types)
     states = SharedStates(
-        session, config.shard, shares_of(config), order, kept_of(config), session.blocks
+        session, config.shard, shares_of(config), order, kept_of(config), session.blocks, types
     )
     states.treat(session.place.activations)
     return states

@@ -10,6 +10,8 @@ from torch import nn
 from ..devices.backend import backend_of
 from ..devices.torch_version import check_torch
 from ..schema.errors import TargetError
+from ..schema.launch import LaunchConfig
+from ..schema.options import option
 from .agreement.agreement import (
     Agreement,
     CompareSchedule,
@@ -56,6 +58,7 @@ def prepare(
     device: torch.device | str | None = None,
     overlap: bool = True,
     blocks: Any = (),
+    masters: torch.dtype | None = None,
 ) -> Job:
     """Join the launch that this process belongs to, and prepare the model for it.
 
@@ -77,6 +80,9 @@ def prepare(
         overlap: Whether the last backward of a step overlaps with gradient synchronisation.
         blocks: What is gathered together where workers share states: modules, classes of modules,
             names of either, or a wrap policy of ``torch.distributed.fsdp``. Empty: repeated layers.
+        masters: The type in which the weights are kept that the optimizer updates, and its state,
+            where the model's have fewer bits: ``torch.float32`` for a model in bfloat16. It needs a
+            plan whose workers share states, or one worker.
 
     Raises:
         TargetError: A model or optimizer that hetflow cannot train correctly, or an environment
@@ -111,8 +117,10 @@ def prepare(
     # What this worker can refuse by itself comes before ``join``: behind it others wait for it.
     listed = listed_blocks(model, blocks)
     start = read_environment()
+    _check_masters(masters, start.config)
     check_batch_norms(model, start.config, start.determinism)
-    warning = warning_of(optimizers, start.config.optimizer if start.config else None)
+    counted = start.config.optimizer if start.config else None
+    warning = warning_of(optimizers, counted, masters=masters is not None)
     place = join(start, place_model(model, start.config, device, start.local_rank))
     if backend_of(place.device).is_host:
         keep_freed_memory()
@@ -130,9 +138,29 @@ def prepare(
         watch=CompareSchedule(start.compare_every),
         overlap=overlap,
         blocks=_blocks_of(model, listed, place),
+        masters=masters,
     )
     at_exit(job)
     return job
+
+
+def _check_masters(masters: Any, config: LaunchConfig | None) -> None:
+    """Refuse masters that are no numbers, or that nobody keeps."""
+    if masters is None:
+        return
+    if not isinstance(masters, torch.dtype) or not masters.is_floating_point:
+        raise TargetError(
+            f"hf.prepare: masters must be a floating-point type, got {masters!r}",
+            hint="give torch.float32",
+        )
+    if config is None or (config.shard is not None and config.pipeline is None):
+        return
+    if config.pipeline is not None or config.world_size > 1:
+        raise TargetError(
+            "hf.prepare: masters are kept by workers of a split that share states, and those of "
+            "this plan do not",
+            hint=f"solve a split with {option('shard', 'optimizer')}",
+        )
 
 
 def _blocks_of(model: nn.Module, listed: Sequence[str], place: Place) -> Sequence[str]:
@@ -157,6 +185,7 @@ def assemble(
     overlap: bool = True,
     tests: bool = True,
     blocks: Sequence[str] = (),
+    masters: torch.dtype | None = None,
 ) -> Job:
     """Build the job of one worker from its parts: for a split plan, or for a pipeline.
 
@@ -172,7 +201,9 @@ def assemble(
             f"a pipeline takes one optimizer, not {len(optimizers)}",
             hint="make one with a group of parameters for each of them",
         )
-    session = Session(model, optimizers, place, seed=seed, watch=watch, blocks=blocks)
+    session = Session(
+        model, optimizers, place, seed=seed, watch=watch, blocks=blocks, masters=masters
+    )
     epochs = Epochs(session)
     engine: StepEngine
     runner: Runner

@@ -1,5 +1,7 @@
 """The memory that an optimizer keeps besides the weights and their gradients."""
 
+from dataclasses import replace
+
 from .errors import ProblemError
 from .options import option
 from .records import Name, Ratio, record
@@ -17,6 +19,8 @@ class OptimizerState:
         is_default: Whether it was only the default for measuring, not the user's choice.
         workspace_bytes_per_weight_byte: The most that an update takes for a moment, per byte of
             weights that it updates; None if not known.
+        masters: Whether it updates masters of twice the weights' bits. The state then counts them,
+            and by what their gradients take more; the workspace is still one without masters.
 
     Example:
         >>> import hetflow
@@ -28,9 +32,16 @@ class OptimizerState:
     state_bytes_per_weight_byte: Ratio
     is_default: bool = False
     workspace_bytes_per_weight_byte: Ratio | None = None
+    masters: bool = False
+
+    def with_masters(self) -> "OptimizerState":
+        """The state if masters of twice the bits are kept: they, moments and gradients as wide."""
+        more = 2 * self.state_bytes_per_weight_byte + 3
+        return replace(self, state_bytes_per_weight_byte=more, masters=True)
 
     def __str__(self) -> str:
         kept = f"{self.state_bytes_per_weight_byte:.4g} bytes of state a byte of weights"
+        kept += ", masters among them" if self.masters else ""
         return kept if self.name is None else f"{self.name} ({kept})"
 
 

@@ -47,11 +47,13 @@ class _Sharing:
         trained = weights - problem.frozen_bytes
         own = Fraction(share, weights)
         passing, updating, first = point.pass_bytes, point.update_bytes, point.first_pass_bytes
+        wide = 2 if problem.optimizer.masters else 1  # bytes of a summed gradient, as weights' 1
+        between = point.peak_memory_bytes - self.states * (weights - share)
+        if wide == 2 and (self.shares_weights or not self.is_in_rounds):
+            between -= own * trained  # no weights beside masters; or no sums beside whole gradients
         if passing is None or updating is None:
-            return point.peak_memory_bytes - self.states * (weights - share) + self.gathered
-        largest = max(passing, updating, point.buffered_pass_bytes or 0)
-        between = Fraction(point.peak_memory_bytes - largest)
-        between -= self.states * (weights - share)
+            return between + self.gathered
+        between -= max(passing, updating, point.buffered_pass_bytes or 0)
         pass_bytes = between + self.gathered + passing
         if self.is_in_rounds and point.moments:
             later = trained if rounds == 1 else 0  # what has not come by then is no state yet
@@ -59,20 +61,21 @@ class _Sharing:
                 m.taken_bytes
                 + m.gradient_bytes
                 + (m.weight_bytes if self.shares_weights else 0)
-                - own * max(0, later - m.summed_bytes)
+                - own * wide * max(0, later - m.summed_bytes)
                 for m in point.moments
             )
         elif self.is_in_rounds and rounds == 1 and first is not None:
             coming = Fraction(
                 max(first, passing) - passing - trained - problem.second_trained_bytes
             )
-            pass_bytes += own * max(coming, -self.states * weights)
+            pass_bytes += own * max(wide * coming, -self.states * weights)
         reducing = updated = between
         if not self.is_in_rounds:
-            reducing += own * min(trained, problem.edge_bytes)
-            updated -= trained * (1 - own)
-        most, workspace = Fraction(updating), problem.optimizer.workspace_bytes_per_weight_byte
-        updated += most if workspace is None else min(most, Fraction(workspace) * trained * own)
+            edge = min(trained, problem.edge_bytes)
+            updated -= trained * (1 - wide * own)
+            reducing += max(own * wide * edge, edge - trained * (1 - wide * own))
+        most, part = Fraction(wide * updating), problem.optimizer.workspace_bytes_per_weight_byte
+        updated += most if part is None else min(most, wide * Fraction(part) * trained * own)
         return max(pass_bytes, reducing, updated)
 
     def most_share(
@@ -128,7 +131,7 @@ def check(plan: Plan, problem: ShardedProblem | None) -> Verdict:
     if stage.copied_ratio is not None:
         optimizer = problem.optimizer
         kept = 1 + optimizer.state_bytes_per_weight_byte  # a gradient, states, and for a moment
-        kept += optimizer.workspace_bytes_per_weight_byte or 0.0
+        kept += (optimizer.workspace_bytes_per_weight_byte or 0.0) * (1 + optimizer.masters)
         ratio = trained * kept + (plan.shard == "all")
         faults += unlike(stage, replace(stage, copied_ratio=ratio), "stages[0].", TOLERANCE)
     if plan.shard not in problem.shards:

@@ -101,32 +101,38 @@ def _phases(
     Between phases it holds its share. A pass adds gradients that are shared until they are reduced,
     and shared weights while their layers run. In the first pass of a step its sums of gradients
     come while activations go. The profile's moments say how much of each is there at once. An
-    update's workspace is in proportion to what it updates, up to that of all.
+    update's workspace is in proportion to what it updates, up to that of all. Masters, which the
+    state counts, take the place of shared weights; sums of gradients are then twice as wide.
     Without parts of a step in the profile its peak counts as a pass's.
     """
     weights = problem.weight_bytes
     trained = 1 - Fraction(problem.frozen_bytes, weights)
     ratio = shared_ratio(problem, shard)
+    width = 2 if problem.optimizer.masters else 1  # of gradients that are summed
     pass_bytes, update_bytes = point.pass_bytes or 0, point.update_bytes or 0
     known = point.pass_bytes is not None and point.update_bytes is not None
     between = point.peak_memory_bytes - ratio * weights
     between -= max(pass_bytes, update_bytes, point.buffered_pass_bytes or 0) if known else 0
+    # Profiles count the weights' own bytes beside masters, and gradients as wide as these.
+    ratio -= 0 if shard == "gradients" else trained * (width - 1)
     if not in_rounds(shard):
         yield [(between + (pass_bytes if known else 0), ratio)]
     for taken, weight, gradient, summed in _moments(problem, point) if in_rounds(shard) else ():
         start = between + taken + gradient + (weight if shard == "all" else 0)
         come = Fraction(summed, weights) if rounds == 1 else trained
-        yield [(start, max(Fraction(0), ratio - trained + come))]
+        yield [(start, max(Fraction(0), ratio - width * (trained - come)))]
     if not known:
         return
     if not in_rounds(shard):  # whole gradients go when they are reduced, a unit at a time
         edge = min(weights - problem.frozen_bytes, problem.edge_bytes)
-        yield [(between, ratio + Fraction(edge, weights))]
-        between, ratio = between - trained * weights, ratio + trained
-    lines = [(between + update_bytes, ratio)]
+        yield [(between, ratio + Fraction(width * edge, weights))]
+        between, ratio = between - trained * weights, ratio + width * trained
+        if width > 1:  # the last whole gradients, when all other sums are there
+            yield [(between + edge, ratio)]
+    lines = [(between + width * update_bytes, ratio)]
     workspace = problem.optimizer.workspace_bytes_per_weight_byte
     if workspace is not None:
-        lines.append((between, ratio + trained * Fraction(workspace)))
+        lines.append((between, ratio + width * trained * Fraction(workspace)))
     yield lines
 
 
@@ -161,6 +167,7 @@ def copied_ratio(problem: ShardedProblem, shard: Shard) -> float:
     """The most memory that a further share takes in any phase of a step, per byte of weights."""
     trained = 1 - problem.frozen_bytes / problem.weight_bytes
     workspace = problem.optimizer.workspace_bytes_per_weight_byte or 0.0
+    workspace *= 2 if problem.optimizer.masters else 1
     gradient = int(not in_rounds(shard))
     return float(shared_ratio(problem, shard)) + trained * (gradient + workspace)
 

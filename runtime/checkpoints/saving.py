@@ -418,7 +418,10 @@ def load_weights(model: nn.Module, folder: Path | str) -> int:
     found = _read(Path(folder))
     parameters = dict(model.named_parameters())
     theirs, own = found.header["parameters"], shapes_of(parameters)
-    if theirs != own:
+    # A checkpoint of masters is loaded into the weights that run.
+    on_meta = {name: parameter.detach().to("meta") for name, parameter in parameters.items()}
+    wide = {name: p.float() if p.dtype.itemsize == 2 else p for name, p in on_meta.items()}
+    if theirs not in (own, shapes_of(wide)):
         raise TargetError(
             f"{found.path} is of another model: {shape_difference(theirs, own)}",
             hint="build the model that was trained",

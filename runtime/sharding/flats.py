@@ -231,6 +231,37 @@ def all_workers(place: Place) -> Sharers:
     return Sharers(place, range(place.world_size))
 
 
+@dataclass(frozen=True, slots=True)
+class StateTypes:
+    """The types in which shared weights are kept, run and sent; None: the parameter's own.
+
+    Attributes:
+        kept: Of the own share of trained weights, of its gradients and so of the optimizer's state:
+            masters, where it has more bits than the parameter.
+        gathered: Of weights in passes.
+        reduced: Of gradients that are sent to owners; None: as in passes.
+    """
+
+    kept: torch.dtype | None = None
+    gathered: torch.dtype | None = None
+    reduced: torch.dtype | None = None
+
+    def kept_of(self, parameter: Tensor) -> torch.dtype:
+        """The type in which a worker keeps its share of a parameter."""
+        dtype = parameter.dtype
+        if self.kept is None or not parameter.requires_grad or not dtype.is_floating_point:
+            return dtype
+        return max(dtype, self.kept, key=lambda each: each.itemsize)
+
+    def gathered_of(self, parameter: Tensor) -> torch.dtype:
+        """The type of a parameter in passes; quantized ones stay as they are."""
+        is_number = parameter.is_floating_point() and parameter.element_size() > 1
+        return (is_number and self.gathered) or parameter.dtype
+
+
+AS_GIVEN = StateTypes()
+
+
 class Flat:
     """The parameters of one kind in a unit of the model.
 
@@ -242,10 +273,12 @@ class Flat:
         kept: [workers] the ranks whose parts each keeps; the own one among them.
         order: In which order virtual nodes add up; None: as the workers run them.
         counts: Whether this worker's gradients count in sums; else another computes the same.
+        types: Of what is kept, run and sent.
 
     Attributes:
         part: Where what this worker keeps of the vector begins and ends.
         is_alone: Whether what others keep is 0 in the whole vector: they are elsewhere.
+        has_masters: Whether weights are kept in another type than that in which they run.
     """
 
     def __init__(
@@ -258,6 +291,7 @@ class Flat:
         kept: Sequence[range],
         order: NodeOrder | None = None,
         counts: bool = True,
+        types: StateTypes = AS_GIVEN,
     ) -> None:
         self._counts = counts
         self.kept, self.is_alone = kept, False
@@ -268,15 +302,19 @@ class Flat:
         ends = list(accumulate(shape.numel() for shape in self.shapes))
         self.bounds = list(pairwise([0, *ends]))
         low, high = self.part = parts_of(cuts, kept)[sharers.number]
-        self._whole = torch.empty(ends[-1], dtype=first.dtype, device=sharers.place.device)
+        kept, gathered = types.kept_of(first), types.gathered_of(first)
+        self.has_masters, self._reduced = kept != gathered, types.reduced or gathered
+        self._is_kept_as_given = kept == first.dtype
+        whole = torch.empty(ends[-1], dtype=first.dtype, device=sharers.place.device)
         for (start, end), (_, parameter) in zip(self.bounds, members, strict=True):
-            self._whole[start:end].view(parameter.shape).copy_(parameter.detach())
-            parameter.data = self._whole[:0]  # frees the script's, so that no two copies are here
+            whole[start:end].view(parameter.shape).copy_(parameter.detach())
+            parameter.data = whole[:0]  # frees the script's, so that no two copies are here
         if sharers.are_several and not sharers.place.is_outside:
-            sent = self._whole.view(torch.uint8) if first.element_size() == 1 else self._whole
+            sent = whole.view(torch.uint8) if first.element_size() == 1 else whole
             peers.broadcast(sent, src=sharers.ranks[0], group=sharers.group)
-        own = self._whole[low:high]
-        self._own = own if keeps_whole else own.clone()
+        own, self._whole = whole[low:high], whole.to(gathered)
+        self._shows_own = keeps_whole and not self.has_masters
+        self._own = own if self._shows_own else own.to(kept, copy=True)
         self._sums: Tensor | None = None  # of this worker's own part; at the end of what it keeps
         self._before: dict[int, Tensor] = {}  # gradients of earlier steps
         self._gradient: Tensor | None = None
@@ -321,7 +359,7 @@ class Flat:
             part: Where it begins and ends.
         """
         self._cuts, self.part, self._sums, self._own = list(cuts), part, None, own
-        if self._keeps_whole:
+        if self._shows_own:
             self._own = self._whole[slice(*part)].copy_(own)
         self.free()
 
@@ -356,6 +394,7 @@ class Flat:
             storage.resize_(self._whole.numel() * self._whole.element_size())
             if self.is_alone:
                 self._whole.zero_()  # what others keep does not come, and must not be garbage
+        if not self._shows_own:
             self._whole[slice(*self.part)].copy_(self._own)
         self._gathering = []
         if not self.is_alone:
@@ -387,7 +426,7 @@ class Flat:
         if self._gathering is not None:
             self.wait()
         for number, (_, parameter) in enumerate(self.members):
-            parameter.data = self.own_of(self._own, number) if shows else self._own[:0]
+            parameter.data = self.own_of(self._own, number) if shows else self._whole[:0]
         # Emptied, and not replaced: what autograd has saved of the weights shows this storage, and
         # finds their values again when the gather of the backward pass has filled it.
         if not self._keeps_whole:
@@ -405,8 +444,25 @@ class Flat:
 
     def keep_own(self) -> None:
         """Keep this worker's part of whole weights that may have been changed."""
-        if self.is_whole and not self._keeps_whole:
-            self._own.copy_(self._parts(self._whole)[self.sharers.number])
+        if not self.is_whole or self._shows_own:
+            return
+        seen = self._whole[slice(*self.part)]
+        if self.has_masters:  # of what was not changed the lower bits stay
+            seen = torch.where(seen == self._own.to(seen), self._own, seen.to(self._own))
+        self._own.copy_(seen)
+
+    def whole_kept(self, number: int) -> Tensor:
+        """A member's whole value in the type in which it is kept; call it on all workers."""
+        if self.has_masters:
+            return self.whole_of(number, self.own_of(self._own, number))
+        self.wait()
+        return self.view_of(number)
+
+    def give_back(self) -> None:
+        """Let whole parameters have the type that they had; call it on all workers."""
+        if self.has_masters and self._is_kept_as_given:
+            for number, (_, parameter) in enumerate(self.members):
+                parameter.data = self.whole_kept(number)
 
     def whole_of(self, number: int, own: Tensor) -> Tensor:
         """A tensor of a member's shape, such as its moment, from the slices of all workers."""
@@ -486,6 +542,7 @@ class Flat:
             self._expects, gradient = False, self._joined()
         if gradient is None:
             return None
+        gradient = gradient.to(self._reduced)
         if not self._counts:
             gradient.zero_()
         elif factor is not None:
@@ -496,7 +553,7 @@ class Flat:
 
     def _joined(self) -> Tensor:
         """The gradients that autograd has made, end to end; 0 where it has made none."""
-        whole = torch.empty_like(self._whole)
+        whole = torch.empty_like(self._whole, dtype=self._reduced)
         rooms, came = [], []  # copied by one kernel for all, at the end
         for (start, end), (_, parameter) in zip(self.bounds, self.members, strict=True):
             room, grad = whole[start:end], parameter.grad
@@ -513,7 +570,7 @@ class Flat:
         """Add a virtual node's gradients to those of this worker's others."""
         gradient = self._taken(factor)
         if gradient is not None and self._own_leaves is not None:
-            self._own_leaves.add_leaf(node, gradient)
+            self._own_leaves.add_leaf(node, gradient.to(self._own))
 
     def reduce_kept(self) -> None:
         """Begin to sum what was kept, to the workers that own it."""
@@ -521,7 +578,7 @@ class Flat:
             return
         for names in self._order.at_end():
             own = names[self.sharers.number]
-            kept = self._whole[:0] if own is None else self._own_leaves.take(own)
+            kept = self._own[:0] if own is None else self._own_leaves.take(own)
             self._send(kept, names)
 
     def _send(self, gradient: Tensor, names: Sequence[Subtree | None]) -> None:
@@ -552,14 +609,14 @@ class Flat:
                     work.wait()
             part = self._parts(gradient)[self.sharers.number]
             if self._sums is None:
-                self._sums = part.clone()  # of the whole gradient nothing stays
+                self._sums = part.to(self._own, copy=True)  # of the whole gradient nothing stays
             else:
                 self._sums += part
         self._reducing.clear()
         for names, received, arrives in self._coming:
             if arrives is not None:
                 arrives.wait()
-            self._add(names, received.to(self._own.device))
+            self._add(names, received.to(self._own))
         self._coming.clear()
 
     def sum_over(self, group: dist.ProcessGroup) -> None:
@@ -581,7 +638,7 @@ class Flat:
 
     def whole_sums(self) -> Tensor:
         """The whole vector of the gradients, on all workers; some member has one."""
-        whole = torch.empty_like(self._whole)
+        whole = torch.empty_like(self._whole, dtype=self._own.dtype)
         gradients = {n: p.grad for n, (_, p) in enumerate(self.members) if p.grad is not None}
         own = self._owned(self.laid_out(gradients))
         self._parts(whole)[self.sharers.number].copy_(own)
@@ -610,7 +667,7 @@ class Flat:
     def undo(self) -> None:
         """Drop a step that was broken off, whose transfers may still write to their buffers."""
         whole = torch.empty_like(self._whole)
-        if self._keeps_whole:
+        if self._shows_own:
             self._own = whole[slice(*self.part)].copy_(self._own)
         self._whole, self._gathering, self._gradient, self._sums = whole, None, None, None
         self._reducing, self._coming, self._leaves, self._own_leaves = [], [], None, None

@@ -350,7 +350,7 @@ class Units:
             unit.wait()
             for flat in unit.flats:
                 for number, (index, _) in enumerate(flat.members):
-                    yield self._names[index], flat.view_of(number)
+                    yield self._names[index], flat.whole_kept(number)
             if not all(was):
                 unit.free()
 
@@ -359,6 +359,12 @@ class Units:
         for unit in self._all:
             unit.wait()
         self._is_open = self._stays_whole = True
+
+    def give_back(self) -> None:
+        """Bring all units to every worker for good, in the types that parameters had."""
+        self.make_whole()
+        for flat in self._flats:
+            flat.give_back()
 
     def free(self) -> None:
         """Let parameters be slices again, after ``make_whole``."""
@@ -389,4 +395,4 @@ class Units:
     def gathered(self, flat: Flat, number: int) -> Iterator[Tensor]:
         """Yield a member's whole value, which goes after; iterate it on all of the workers."""
         with flat.whole():
-            yield flat.view_of(number).clone()  # numpy would keep the storage from being freed
+            yield flat.whole_kept(number).clone()  # numpy would keep the storage from being freed

@@ -155,6 +155,16 @@ class SolveRequest:
             "with stages the replicas of each stage share them.",
         ),
     ] = "none"
+    masters: Annotated[
+        bool,
+        Option(
+            read_by=("sharded",),
+            panel=SPLIT,
+            rare=True,
+            help="Count masters of twice the weights' bits, which hf.prepare(masters=) keeps, with "
+            "the optimizer's state and gradients of that type.",
+        ),
+    ] = False
     method: Annotated[
         Method,
         Option(

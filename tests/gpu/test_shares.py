@@ -164,6 +164,39 @@ def test_no_device_takes_more_than_a_plan_of_listed_blocks_says(
     assert sum(states_within_plan(tmp_path)) > 0
 
 
+SIXTEEN_BITS = """
+def model_of():
+    torch.manual_seed(0)
+    return Decoder().bfloat16()
+
+WIDTH = 128
+"""
+
+
+@pytest.mark.slow
+def test_no_device_takes_more_than_a_plan_of_masters_says(
+    software: GpuHost, tmp_path: Path
+) -> None:
+    """Float32 masters of bfloat16 weights, by memory: a third of them where there is less."""
+    host = software("V100:64MiB,A100:64MiB", FAKECUDA_THREADS="1")
+    (tmp_path / "target.py").write_text(TARGET + SIXTEEN_BITS)
+    prepared = "hf.prepare(model, optimizer, masters=torch.float32)"
+    (tmp_path / "train.py").write_text(TRAIN.replace("hf.prepare(model, optimizer)", prepared))
+    pool = "1x" + ",1x".join(host.types)
+    asked = ["--quick", "--batch-sizes", "2,8", "--optimizer", "adamw", "--sync-devices", "0"]
+    asked += [f"--device={name}" for name in host.types]
+    host.done("profile", "target.py:partly", *asked, "-o", "profiles")
+    profile = files.read(tmp_path / f"profiles/target.partly.{host.types[0]}.json", Profile)
+    solve = ["solve", "split", "--gpus", pool, "--batch-size", "16", "--profiles", "profiles"]
+    solve += ["--memory-reserve", f"{RESERVE_BYTES >> 20}MiB", "--masters", "-o", "plan.json"]
+    for shard in ("all", "gradients", "optimizer"):
+        host.done(*solve, "--shard", shard, "--force")
+        host.done("check", "plan.json", "--profiles", "profiles", "--gpus", pool)
+        said = host.run("launch", "plan.json", "train.py")
+        assert (said.returncode, "masters" in said.stderr) == (0, False), said.stderr
+        assert sum(states_within_plan(tmp_path)) == 2 * 2 * profile.weight_bytes
+
+
 EVEN = """
 import json
 import sys

@@ -107,6 +107,7 @@ CASES: dict[str, dict[str, Case]] = {
     "top": {"waste": Case(3, {}), "parallel": Case(4, {})},
     "method": {"milp": Case("highs", {})},
     "shard": {"sharded": Case("optimizer", {}), "parallel": Case("gradients", {})},
+    "masters": {"sharded": Case(True, {})},
     "virtual_nodes": dict.fromkeys(("split", "milp", "waste", "sharded"), Case(4, {})),
     "interpolate": dict.fromkeys(("split", "milp", "waste", "sharded"), UNEVEN),
     "schedule": {"pipeline": Case("gpipe", {}), "repetitive": Case("2bw", {})},
@@ -187,7 +188,7 @@ def test_profiles_without_layers_refuse_what_only_layers_can_use(name: str) -> N
         return
     with pytest.raises(ProblemError, match="is for .* it has no effect on") as refused:
         solve(asks)
-    if not {"split", "milp", "waste"} & CASES[name].keys():
+    if not {"split", "milp", "waste", "sharded"} & CASES[name].keys():
         known = f"{refused.value.message} {refused.value.hint}"
         assert "profiles hold no layers" in known or "repetitive" in known
 

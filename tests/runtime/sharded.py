@@ -19,7 +19,8 @@ from hetflow.runtime.group import Place
 from hetflow.runtime.peers import SharedStore
 from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.repeated_layers import listed_blocks
-from hetflow.runtime.sharding.flats import Flat
+from hetflow.runtime.sharding.flats import Flat, StateTypes
+from hetflow.runtime.sharding.leaves import LeafSums, NodeOrder
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema.layers import unit_of
 from hetflow.schema.options import Activations, Shard
@@ -211,6 +212,73 @@ def train(kind: str, shard: Shard, shares: list[int]) -> None:
     states.close()
 
 
+def train_masters(kind: str, shard: Shard, shares: list[int]) -> None:
+    """Train a bfloat16 model by float32 masters, and by hand; no bit may differ."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    made, data, loss = KINDS[kind.removeprefix("masters of ")]()
+    model = made.bfloat16()
+    whole = deepcopy(model)
+    masters = [nn.Parameter(p.detach().float()) for p in whole.parameters()]
+    name = f"{kind}{shard}{shares}"
+    store = SharedStore(dist.distributed_c10d._get_default_store()).under(name)
+    place = Place(Start(), None, torch.device("cpu"), rank=rank, world_size=world, store=store)
+    optimizer, own = (torch.optim.AdamW(each, lr=0.01) for each in (model.parameters(), masters))
+    session: Any = SimpleNamespace(
+        parameters=dict(model.named_parameters()), optimizers=(optimizer,), place=place,
+        model=model, device=place.device,
+    )  # fmt: skip
+    holdings = [[rank * ROUNDS + turn for turn in range(ROUNDS)] for rank in range(world)]
+    states = SharedStates(
+        session, shard, shares, NodeOrder(holdings), types=StateTypes(kept=torch.float32)
+    )
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        batches = [
+            data(SAMPLES[node // ROUNDS], generator).bfloat16() for node in range(ROUNDS * world)
+        ]
+        sums = [LeafSums(len(batches)) for _ in masters]
+        for node, batch in enumerate(batches):
+            whole.zero_grad()
+            (loss(whole, batch) / 6).backward()
+            for into, parameter in zip(sums, whole.parameters(), strict=True):
+                assert parameter.grad is not None
+                into.add_leaf(node, parameter.grad.float())
+        for master, found in zip(masters, sums, strict=True):
+            master.grad = found.root()
+        optimizer.zero_grad()
+        states.begin(num_passes=ROUNDS)
+        for node in holdings[rank]:
+            states.enter(node)
+            (loss(model, batches[node]) / 6).backward()
+            states.leave()
+        states.launch_rest()
+        states.wait()
+        optimizer.step()
+        own.step()
+        with torch.no_grad():
+            for parameter, master in zip(whole.parameters(), masters, strict=True):
+                parameter.copy_(master)
+    with torch.no_grad(), states.open():  # a script that writes nothing changes no master
+        model(data(2, generator).bfloat16())
+    states.make_whole()
+    states.keep_own()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert all(
+        value.dtype == torch.float32
+        for state in optimizer.state.values()
+        for value in state.values()
+    )
+    saved = {name: value.clone() for name, value in states.in_turn()}
+    for (name, _), master in zip(whole.named_parameters(), masters, strict=True):
+        assert torch.equal(saved[name], master), name
+    states.give_back()
+    for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, other)
+    states.close()
+
+
 def main() -> None:
     """Run all kinds under all shardings."""
     store = dist.FileStore(sys.argv[1], len(SAMPLES))
@@ -218,7 +286,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     for kind, shard, shares in product(sys.argv[3:], get_args(Shard), SHARES):
         try:
-            train(kind, shard, shares)
+            (train_masters if kind.startswith("masters of ") else train)(kind, shard, shares)
             sys.stderr.write(f"{kind}, {shard}, {shares}: as one process\n")
         except BaseException:
             sys.stderr.write(f"{kind}, {shard}, {shares}\n")

@@ -1,6 +1,6 @@
 """Train a small model with tied weights by hf.prepare, and save it. A script for launches.
 
-Usage: sharded_run.py EPOCHS FILE.
+Usage: sharded_run.py EPOCHS FILE [masters]. In float64, or in bfloat16 with float32 masters.
 """
 
 import sys
@@ -54,9 +54,10 @@ def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 def main() -> None:
     """Train, evaluate, and save the whole model."""
     torch.manual_seed(0)
-    model = Model().double()
+    masters = torch.float32 if "masters" in sys.argv else None
+    model = Model().to(torch.bfloat16 if masters else torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    job = hf.prepare(model, optimizer)
+    job = hf.prepare(model, optimizer, masters=masters)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, WORDS, (SAMPLES, 5), generator=generator)
     data = TensorDataset(ids, ids.flip(1))

@@ -47,6 +47,10 @@ def test_more_than_the_plan_counted_is_said():
     measured = OptimizerState(name="Adam", state_bytes_per_weight_byte=2.0003)
     assert warning_of([adam], measured) is None
     assert warning_of([adam], None) is None
+    said = warning_of([adam], measured, masters=True)
+    assert said is not None
+    assert "asked for masters" in said
+    assert warning_of([adam], measured.with_masters(), masters=True) is None
     assert warning_of([], named_optimizer("sgd")) is None
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hetflow
+from hetflow import runtime as hf
 from hetflow.runtime.launcher.mapping import same_nodes
 from hetflow.runtime.protocol.lower import lower
 from hetflow.runtime.sharding.flats import ALIGNMENT, cuts_of, sources
@@ -25,6 +26,7 @@ from hetflow.schema.options import Shard
 from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
+from hetflow.tests.runtime import sharded_run
 from hetflow.tests.runtime.gloo_workers import TRANSFORMERS
 from hetflow.tests.runtime.sharded_plans import shared
 
@@ -55,7 +57,7 @@ def train(folder: Path, *kinds: str) -> None:
 
 @pytest.mark.processes
 def test_workers_that_share_train_as_one_process(tmp_path: Path) -> None:
-    train(tmp_path, "lora", "towers")
+    train(tmp_path, "lora", "towers", "masters of towers")
 
 
 @pytest.mark.slow
@@ -66,10 +68,14 @@ def test_all_kinds_of_models_train_as_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.parametrize("masters", [(), ("masters",)])
 def test_checkpoints_move_between_shardings_bit_by_bit(
-    tmp_path: Path, plan_of: Callable[..., Plan]
+    tmp_path: Path, plan_of: Callable[..., Plan], masters: tuple[str, ...]
 ) -> None:
-    """The same virtual nodes on other devices, with other shares or none: one digest."""
+    """The same virtual nodes on other devices, with other shares or none: one digest.
+
+    Masters need workers that share states: there the plan that is not stopped shares the optimizer.
+    """
 
     def launch(
         shard: Shard | None,
@@ -78,23 +84,31 @@ def test_checkpoints_move_between_shardings_bit_by_bit(
         *options: Any,
         devices: Sequence[tuple[int, int]] = DEVICES,
     ) -> str:
-        name = f"{shard}-{epochs}"
+        name = f"{shard}-{epochs}-{sum(shares)}"
         files.write(tmp_path / f"{name}.json", shared(plan_of(devices), shard, shares))
         command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / name]
         command += ["--determinism", "elastic", *options]
         command += [tmp_path / f"{name}.json", HERE / "sharded_run.py"]
-        done = programs.run([*command, str(epochs), tmp_path / f"{name}.pt"], timeout=240)
+        command += [str(epochs), tmp_path / f"{name}.pt", *masters]
+        done = programs.run(command, timeout=240)
         assert done.returncode == 0, done.stderr
         record = files.read(tmp_path / name / "run.json", RunRecord)
         assert record.parameters_digest is not None
         return record.parameters_digest
 
-    whole = launch(None, (), 4)
+    none: tuple[Shard | None, Sequence[int]] = ("optimizer", (1, 1)) if masters else (None, ())
+    whole = launch(*none, 4)
     kept = ("--checkpoint", tmp_path / "kept")
     launch("all", (1000, 3000), 1, *kept)
     launch("gradients", (3, 1, 0, 2), 2, *kept, devices=[(1, 3), (1, 3), (1, 1), (1, 1)])
-    launch(None, (), 3, *kept)
+    launch(*none, 3, *kept)
     assert launch("optimizer", (1, 0), 4, *kept) == whole
+    if not masters:
+        return
+    model = sharded_run.Model().bfloat16()
+    hf.load_weights(model, tmp_path / "kept")
+    for name, value in torch.load(tmp_path / "optimizer-4-1.pt")["model"].items():
+        assert torch.equal(model.state_dict()[name], value)
 
 
 @pytest.mark.slow

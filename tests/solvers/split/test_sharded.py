@@ -39,6 +39,8 @@ def drawn(seed: int) -> ShardedProblem:
     """A small problem: few devices of one or two types, some without room for all states."""
     draw = random.Random(seed)
     weights, told = draw.choice([40, 97]), draw.random() < 0.7
+    masters = random.Random(f"masters {seed}").random() < 0.3
+    states = (9 if masters else 4) * weights  # the most, with weights and gradients
     kinds = []
     for name in "AB"[: draw.randint(1, 2)]:
         slowness, sample = draw.uniform(0.5, 3), draw.randint(5, 30)
@@ -46,7 +48,7 @@ def drawn(seed: int) -> ShardedProblem:
             BatchPoint(
                 batch_size=size,
                 step_seconds=slowness * (0.3 + size * draw.uniform(0.8, 1.2)),
-                peak_memory_bytes=4 * weights + max(size * sample, 2 * weights * told),
+                peak_memory_bytes=states + max(size * sample, 2 * weights * told),
                 pass_bytes=size * sample if told else None,
                 update_bytes=draw.choice([0, 2 * weights]) if told else None,
                 first_pass_bytes=draw.choice([None, size * sample + 7]) if told else None,
@@ -61,7 +63,7 @@ def drawn(seed: int) -> ShardedProblem:
             BatchPoint(
                 batch_size=size,
                 step_seconds=slowness * (0.4 + size * again.uniform(1.1, 1.5)),
-                peak_memory_bytes=4 * weights + size * (sample // 3),
+                peak_memory_bytes=states + size * (sample // 3),
             )
             for size in sorted(again.sample([1, 2, 3, 4, 6], again.choice([0, 0, 1, 2])))
         )
@@ -69,7 +71,7 @@ def drawn(seed: int) -> ShardedProblem:
             BatchPoint(
                 batch_size=size,
                 step_seconds=slowness * (0.3 + size * again.uniform(0.9, 1.7)),
-                peak_memory_bytes=4 * weights + size * (sample // 2),
+                peak_memory_bytes=states + size * (sample // 2),
             )
             for size in sorted(again.sample([1, 2, 3, 4, 6], again.choice([0, 0, 1, 2])))
         )
@@ -79,21 +81,23 @@ def drawn(seed: int) -> ShardedProblem:
                 recomputed_curve=recomputed,
                 offloaded_curve=offloaded,
                 num_devices=draw.randint(1, 2) if name == "B" else 2,
-                memory_bytes=draw.randint(weights, 7 * weights),
+                memory_bytes=draw.randint(weights, 7 * weights) * (1 + masters),
                 batch_curve=curve,
                 update_seconds=draw.random(),
                 weight_bytes=weights,
                 fixed_seconds=draw.random(),
             )
         )
+    batch = draw.choice([4, 6, 8])
+    optimizer = OptimizerState(
+        state_bytes_per_weight_byte=draw.choice([0.0, 0.5, 1.0, 2.0]),
+        workspace_bytes_per_weight_byte=draw.choice([None, 2.0, 3.0]),
+    )
     return ShardedProblem(
         model="m",
-        global_batch_size=draw.choice([4, 6, 8]),
+        global_batch_size=batch,
         devices=tuple(kinds),
-        optimizer=OptimizerState(
-            state_bytes_per_weight_byte=draw.choice([0.0, 0.5, 1.0, 2.0]),
-            workspace_bytes_per_weight_byte=draw.choice([None, 2.0, 3.0]),
-        ),
+        optimizer=optimizer.with_masters() if masters else optimizer,
         shards=draw.choice([("optimizer", "gradients", "all"), ("all",), ("gradients",)]),
         weight_bytes=weights,
         gathered_bytes=draw.randint(0, weights // 2),
@@ -153,6 +157,10 @@ def most_share(
             found -= trained - own
         if shard == "all":
             found -= rest
+        wide = 2 if problem.optimizer.masters else 1
+        if wide == 2 and shard != "gradients":
+            # Masters are in place of weights. Gradients that are whole are as wide as these.
+            found -= own
         beside = gradients if shard in ("gradients", "all") else 0
         beside += min(weights, problem.gathered_bytes) if shard == "all" else 0
         if point.pass_bytes is None or point.update_bytes is None:
@@ -165,20 +173,23 @@ def most_share(
                 + moment.taken_bytes
                 + moment.gradient_bytes
                 + (moment.weight_bytes if shard == "all" else 0)
-                - (rounds == 1) * Fraction(share, weights) * (trained - moment.summed_bytes)
+                - (rounds == 1) * wide * Fraction(share, weights) * (trained - moment.summed_bytes)
                 for moment in point.moments
             )
         elif rounds == 1 and point.first_pass_bytes is not None:
             coming = point.first_pass_bytes - point.pass_bytes - problem.second_trained_bytes
             kept = (states + 1) * trained + (weights if shard == "all" else 0)
-            passes += Fraction(share, weights) * max(coming - trained, -kept)
+            passes += Fraction(share, weights) * max(wide * (coming - trained), -kept)
         workspace = problem.optimizer.workspace_bytes_per_weight_byte
         scaled = Fraction(point.update_bytes if workspace is None else workspace) * own
         update = point.update_bytes if workspace is None else min(point.update_bytes, scaled)
+        update *= wide  # the optimizer's temporary tensors are of the masters' type
         if shard != "optimizer":
             return max(passes, found + update)
-        one = Fraction(share, weights) * min(trained, problem.edge_bytes)
-        return max(passes, found + one, found - (trained - own) + update)
+        one, summed = min(trained, problem.edge_bytes), found - (trained - wide * own)
+        first = found + wide * Fraction(share, weights) * one  # its sum beside all gradients
+        last = summed + one if wide == 2 else first  # all sums beside its gradients
+        return max(passes, first, last, summed + update)
 
     fitting = [share for share in range(weights + 1) if peak(share) <= kind.memory_bytes]
     return max(fitting, default=None)
