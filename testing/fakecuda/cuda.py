@@ -57,6 +57,7 @@ def install() -> None:
         torch.version.cuda, torch.version.hip = None, "6.4.0"
     else:
         torch.version.cuda = "12.6"
+    torch.backends.cudnn.is_acceptable = lambda tensor: False  # else it warns that there is none
     _offer_nccl(native)
     _resize_storages(torch, native)
     _mark_steps(native)

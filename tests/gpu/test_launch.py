@@ -1,7 +1,9 @@
 """Launches of split plans on GPUs, at every level of determinism."""
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 from hetflow.schema import files
 from hetflow.schema.plan import split_plan
+from hetflow.tests import programs
 from hetflow.tests.launcher.elastic_runs import plan_of
 from hetflow.tests.plan_parts import whole_group
 from hetflow.tests.runtime import test_unlike_scales as unlike_scales
@@ -70,6 +73,42 @@ for batch in job.batches(DataLoader([torch.ones(3) * n for n in range(32)], batc
     job.backward(loss_of, batch)
 print(set(told), model.weight.device)
 """
+RECURRENT = """
+import sys
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
+from hetflow import runtime as hf
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells, self.head = getattr(nn, sys.argv[1])(3, 8, num_layers=2), nn.Linear(8, 2)
+
+    def forward(self, packed):
+        state = self.cells(packed)[1]
+        return self.head(state[0][-1] if isinstance(state, tuple) else state[-1])
+
+def collate(rows):
+    x, y = zip(*rows)
+    return pack_sequence(x, enforce_sorted=False), torch.tensor(y)
+
+torch.manual_seed(0)
+model, losses = Tagger(), []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+job = hf.prepare(model, optimizer)
+rows = [(torch.randn(1 + n % 5, 3), n % 2) for n in range(48)]
+
+def loss_of(packed, y):
+    return nn.functional.cross_entropy(model(packed), y)
+
+for batch in job.batches(DataLoader(rows, batch_size=16, shuffle=True, collate_fn=collate)):
+    losses.append(float(job.backward(loss_of, batch)))
+    optimizer.step()
+    optimizer.zero_grad()
+job.print(job.device.type, losses)
+"""
 POOLED = "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)"
 
 
@@ -119,6 +158,18 @@ def test_a_scaler_on_one_type_alone_trains_as_none(gpus: GpuHost) -> None:
         found = torch.load(host.folder / f"state{rank}.pt", map_location="cpu")
         for name, value in unlike_scales.alone().items():
             assert torch.allclose(found[name], value, rtol=0, atol=1e-7), name
+
+
+@pytest.mark.parametrize("cells", ["LSTM", "GRU"])
+def test_packed_sequences_train_as_on_one_host(gpus: GpuHost, cells: str) -> None:
+    host = gpus(1, 1)
+    (host.folder / "train.py").write_text(RECURRENT)
+    files.write(host.folder / "plan.json", plan_of([5, 3], host.types))
+    kind, losses = host.done("launch", "plan.json", "train.py", cells).split(maxsplit=1)
+    python = [sys.executable, "train.py", cells]
+    alone = programs.run(python, timeout=150, cwd=host.folder, env=dict(os.environ))
+    assert (kind, alone.stdout[:4]) == ("cuda", "cpu "), alone.stderr
+    assert json.loads(losses) == pytest.approx(json.loads(alone.stdout[4:]), rel=1e-5)
 
 
 @pytest.mark.parametrize("how", ["accelerate", "lightning"])

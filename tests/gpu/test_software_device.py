@@ -115,6 +115,19 @@ def test_training_gives_what_the_cpu_gives(gpus: GpuHost) -> None:
     assert gpus(1).python(TRAINS) == "True\n"
 
 
+CELLS = """
+import copy, torch
+from torch import nn
+torch.manual_seed(0)
+model, x = nn.CELL(3, 4, num_layers=2, bidirectional=True), torch.randn(5, 2, 3)
+def gradients(device):
+    own = copy.deepcopy(model).to(device)
+    out, state = own(x.to(device))
+    sum(part.pow(2).sum() for part in (out, *state)).backward()
+    return [parameter.grad.cpu() for parameter in own.parameters()]
+pairs = zip(gradients("cuda"), gradients("cpu"))
+print(all(torch.allclose(own, other, atol=1e-6) for own, other in pairs))
+"""
 # Under CUDA graphs each pass leaves its gradients in the same memory.
 REPLAYED = """
 import torch
@@ -144,6 +157,17 @@ for node, value in enumerate((1.0, 2.0)):
 reducer.finish()
 print(parameter.grad.tolist())
 """
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_a_recurrent_cell_is_one_kernel_with_a_duration(software: GpuHost, cell: str) -> None:
+    host = software("V100", FAKECUDA_TIMELINE="timeline")
+    text = CELLS.replace("CELL", cell)
+    assert host.python(text) == "True\n"
+    name = f"_thnn_fused_{cell.lower()}_cell"
+    spans = [span for span in host.timeline().spans if span.name.startswith(name)]
+    assert len(spans) == 2 * 2 * 2 * 5  # ways, layers, directions, steps
+    assert all(span.end_seconds > span.start_seconds for span in spans)
 
 
 def test_gradients_are_kept_from_the_next_passs_replay(gpus: GpuHost) -> None:

@@ -54,6 +54,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
         "_foreach_div_.ScalarList", "_foreach_zero_", "_foreach_copy_"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
+TORCH_LIBRARY_IMPL(aten, CPU, m) {
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
+}
 }  // namespace fakecuda
 
 PYBIND11_MODULE(_fakecuda, m) {

@@ -329,6 +329,46 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {q, k, v, Tensor()};
 }
 
+// Cells of LSTMs and GRUs are one kernel on CUDA; the CPU has none of these, so it gets them here. The workspace is CUDA's: what goes back is made of it.
+inline Tensor with_biases(Tensor gates, const std::optional<Tensor>& first, const std::optional<Tensor>& second) {
+  if (first && first->defined()) gates = gates + *first;
+  return second && second->defined() ? gates + *second : gates;
+}
+inline std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell, const std::optional<Tensor>& input_bias, const std::optional<Tensor>& hidden_bias) {
+  auto gates = with_biases(input_gates + hidden_gates, input_bias, hidden_bias).chunk(4, 1);
+  Tensor in = gates[0].sigmoid(), forget = gates[1].sigmoid(), made = gates[2].tanh(), out = gates[3].sigmoid();
+  Tensor next = forget * cell + in * made;
+  return {out * next.tanh(), next, at::cat({in, forget, made, out}, 1)};
+}
+inline std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
+    const std::optional<Tensor>& of_hidden, const std::optional<Tensor>& of_next, const Tensor& cell, const Tensor& next, const Tensor& workspace,
+    bool has_bias) {
+  auto gates = workspace.chunk(4, 1);
+  Tensor in = gates[0], forget = gates[1], made = gates[2], out = gates[3], bounded = next.tanh();
+  Tensor hidden = of_hidden && of_hidden->defined() ? *of_hidden : at::zeros_like(next);
+  Tensor back = hidden * out * (1 - bounded * bounded);
+  if (of_next && of_next->defined()) back = back + *of_next;
+  Tensor of_gates = at::cat(
+      {back * made * in * (1 - in), back * cell * forget * (1 - forget), back * in * (1 - made * made), hidden * bounded * out * (1 - out)}, 1);
+  return {of_gates, back * forget, has_bias ? of_gates.sum(0) : Tensor()};
+}
+inline std::tuple<Tensor, Tensor> gru_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hidden, const std::optional<Tensor>& input_bias,
+    const std::optional<Tensor>& hidden_bias) {
+  auto given = with_biases(input_gates, input_bias, std::nullopt).chunk(3, 1), held = with_biases(hidden_gates, hidden_bias, std::nullopt).chunk(3, 1);
+  Tensor reset = (given[0] + held[0]).sigmoid(), update = (given[1] + held[1]).sigmoid(), made = (given[2] + reset * held[2]).tanh();
+  return {made + update * (hidden - made), at::cat({reset, update, made, hidden, held[2]}, 1)};
+}
+inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor& gradient, const Tensor& workspace, bool has_bias) {
+  auto kept = workspace.chunk(5, 1);
+  Tensor reset = kept[0], update = kept[1], made = kept[2], hidden = kept[3], held = kept[4];
+  Tensor of_update = gradient * (hidden - made) * (1 - update) * update, of_made = gradient * (1 - update) * (1 - made * made);
+  Tensor of_reset = of_made * held * (1 - reset) * reset;
+  Tensor given = at::cat({of_reset, of_update, of_made}, 1), own = at::cat({of_reset, of_update, of_made * reset}, 1);
+  return {given, own, gradient * update, has_bias ? given.sum(0) : Tensor(), has_bias ? own.sum(0) : Tensor()};
+}
+
 // Views touch no memory; each operator of aten's own, with plain numbers.
 inline Tensor view(const Tensor& tensor, c10::SymIntArrayRef size) { return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(size)); }
 inline Tensor as_strided(const Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
