@@ -733,8 +733,12 @@ def _record(item: Any, stream: Stream) -> None:
 
 
 def called(function: Callable[..., Any], inputs: Any) -> Any:
-    """A script's function of a collated batch: its parts are the arguments where there are some."""
-    return function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
+    """A script's function of a collated batch: its parts are the arguments where there are some.
+
+    A PackedSequence has none, though it is a tuple.
+    """
+    has_parts = isinstance(inputs, tuple | list) and not hasattr(inputs, "to")
+    return function(*inputs) if has_parts else function(inputs)
 
 
 def to_device(item: Any, device: torch.device) -> Any:

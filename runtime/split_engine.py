@@ -22,7 +22,7 @@ from .agreement.agreement import SharedTensors
 from .buffers import VirtualNodeBuffers, buffers_apart, joined, over_workers, warn_of_saving
 from .checkpoints.checkpoint import shapes_of
 from .checkpoints.restoring import load_optimizers, load_parameters
-from .data import Pass, copied
+from .data import Pass, called, copied
 from .determinism import is_invariant, refusal_of, seed_streams, streams_kept
 from .engine import LossFunction, Step
 from .gradients import GradientReducer, ScriptHooks
@@ -292,8 +292,7 @@ class SplitEngine:
 
     def _call(self, step: Step, item: Pass, inputs: Any) -> Any:
         self._seed(step, item)
-        many = isinstance(inputs, tuple | list)  # as ``called``; here each call counts
-        return step.function(*inputs) if many else step.function(inputs)
+        return called(step.function, inputs)
 
     def _seed(self, step: Step, item: Pass) -> None:
         session = self._session

@@ -3,13 +3,14 @@
 import multiprocessing
 import random
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from hetflow import runtime as hf
@@ -141,3 +142,18 @@ def test_what_moves_itself_moves_as_a_whole() -> None:
     again[1].values.zero_()
     assert packed.data.all()
     assert ones.all()
+
+
+def test_a_packed_sequence_is_one_argument(job_of) -> None:  # type: ignore[no-untyped-def]
+    model, job = job_of(2)
+    rows = [torch.ones(number % 3 + 1, 4, dtype=torch.float64) for number in range(BATCH)]
+    sorts = partial(pack_sequence, enforce_sorted=False)
+    seen: list[int] = []
+
+    def loss_of(packed: PackedSequence) -> torch.Tensor:
+        seen.append(len(packed.data))
+        return model(packed.data).mean()
+
+    for batch in job.batches(DataLoader(rows, batch_size=BATCH, collate_fn=sorts)):  # type: ignore[arg-type]
+        job.backward(loss_of, batch, per_virtual_node=True)
+    assert sum(seen) == sum(map(len, rows))
