@@ -240,6 +240,9 @@ def came_twice(name: str) -> TargetError:
 # kernel.
 
 
+_ZERO = torch.zeros(())  # a plain 0.0 would be made a tensor for each gradient, which takes longer
+
+
 class FirstGradients:
     """Writes first gradients into their views, at once or together.
 
@@ -293,7 +296,7 @@ class FirstGradients:
             ):
                 self.write()
         elif self._host_adds_zero:
-            parameter.grad = torch.add(gradient, 0.0, out=view)
+            parameter.grad = torch.add(gradient, _ZERO, out=view)
         else:
             parameter.grad = view.copy_(gradient)
         return True
@@ -600,6 +603,10 @@ class GradientReducer:
         self._is_single = False  # the step is one pass, and no gradient was there when it began
         self._learns, self._has_learned = False, False
         self._is_lean = False  # only some parameters have hooks
+        self._asked: SimpleNamespace | None = None  # what ``passing`` shows to torch.compile
+        if len(self._buffers.buckets) > 1 and (self._distributed or self._invariant is not None):
+            usual = self._bucket_bytes or backend_of(self.flats[0].device).bucket_bytes
+            self._asked = SimpleNamespace(bucket_bytes_cap=max(usual, FIRST_BUCKET_BYTES))
         self._watch_all()
 
     def is_finite(self) -> bool:
@@ -712,15 +719,13 @@ class GradientReducer:
         torch cuts graphs in parts for a DistributedDataParallel that is active, and asks it only
         for the size of its buckets.
         """
-        if not self._parameters or not (self._distributed or self._invariant is not None):
+        if self._asked is None:
             self.enter(node)
             yield
             self.leave()
             return
-        usual = self._bucket_bytes or backend_of(self._parameters[0].device).bucket_bytes
-        asked = SimpleNamespace(bucket_bytes_cap=max(usual, FIRST_BUCKET_BYTES))
         before = DistributedDataParallel._active_ddp_module
-        DistributedDataParallel._active_ddp_module = asked  # type: ignore[assignment]
+        DistributedDataParallel._active_ddp_module = self._asked  # type: ignore[assignment]
         try:
             self.enter(node)
             yield

@@ -272,9 +272,13 @@ class PackedSums:
 
 
 def _thirds_of_number(value: float) -> list[float]:
-    if c_float(value).value == value:
-        return [value, 0.0, 0.0]
-    return [float(third) for third in _thirds_of(torch.tensor(value, dtype=torch.float64))]
+    """Like ``_thirds_of``, without tensors: these would take ten times as long."""
+    first = c_float(value).value
+    rest = value - first
+    if not rest or not math.isfinite(rest):
+        return [first, 0.0, 0.0]
+    second = c_float(rest).value
+    return [first, second, c_float(rest - second).value]
 
 
 def _whole_of(thirds: Sequence[float]) -> Iterable[float]:
