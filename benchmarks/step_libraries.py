@@ -237,7 +237,16 @@ def stepper(library: str, mode: str, size: str) -> "Stepper":
     torch.manual_seed(0)
     width, layers, *_ = MODELS[size]
     blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
-    model = nn.Sequential(*blocks, nn.Linear(width, 8))
+
+    # torch.compile compiles no function of torch's own by itself. So a plain Sequential, called by
+    # DistributedDataParallel's forward, would stay eager.
+    class Net(nn.Sequential):
+        def forward(self, x: Any) -> Any:
+            for block in self:
+                x = block(x)
+            return x
+
+    model = Net(*blocks, nn.Linear(width, 8))
     number = SIZE * WORKERS * 16
     x, y = torch.randn(number, width), torch.randint(8, (number,))
     return STEPPERS[library](model, (x, y), mode, cut(mode)[1])
