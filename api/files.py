@@ -3,33 +3,34 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..formats.importers.csv_tables import read_jobs_table, read_throughputs_csv
-from ..formats.importers.recognise import read_jobs, read_markets, read_throughputs
 from ..schema import files
 from ..schema.errors import FileError
-from ..schema.jobs import Allocation, Jobs, Throughputs
-from ..schema.market import Market
-from ..schema.requests.kinds import JobsTable, Markets, ThroughputsTable
 from .calls import checks
 
+# A plan is made and checked without jobs and markets, which take as long to import as the rest.
 if TYPE_CHECKING:
     from ..planning.market_prices import DevicePrice
     from ..schema.cluster import Cluster
     from ..schema.files import Record
+    from ..schema.jobs import Allocation, Jobs, JobsTable, Throughputs, ThroughputsTable
+    from ..schema.market import Market, Markets
     from ..schema.plan import Plan
 
 
-def markets_of(given: Markets) -> tuple[Market, ...]:
+def markets_of(given: "Markets") -> "tuple[Market, ...]":
     """Return markets as records; files may be of any form of market data that is known.
 
     Raises:
         FileError: A file is missing, of no known form, or has faults.
     """
+    from ..formats.importers.recognise import read_markets
+    from ..schema.market import Market
+
     return read_markets([given] if isinstance(given, Market | Path | str) else given)
 
 
 def priced_pool(
-    pool: "Cluster", market: Markets | None, at: str | None, *, spot: bool | None = None
+    pool: "Cluster", market: "Markets | None", at: str | None, *, spot: bool | None = None
 ) -> "tuple[Cluster, dict[str, DevicePrice]]":
     """Return a pool with the prices of markets, and the offers that give them.
 
@@ -107,6 +108,7 @@ def claim_of(given: "Plan | Allocation | Path | str") -> "Plan | Allocation":
     Raises:
         FileError: The file is missing, has faults, or holds neither.
     """
+    from ..schema.jobs import Allocation
     from ..schema.plan import Plan
 
     found = files.read_any(Path(given)) if isinstance(given, Path | str) else given
@@ -117,18 +119,22 @@ def claim_of(given: "Plan | Allocation | Path | str") -> "Plan | Allocation":
     return found
 
 
-def jobs_of(given: JobsTable) -> Jobs:
+def jobs_of(given: "JobsTable") -> "Jobs":
     """Return jobs, reading them from a table, or from a file of any supported format, if needed.
 
     Raises:
         FileError: The file is missing, or the file or table has faults.
     """
+    from ..formats.importers.csv_tables import read_jobs_table
+    from ..formats.importers.recognise import read_jobs
+    from ..schema.jobs import Jobs
+
     if isinstance(given, Jobs):
         return given
     return read_jobs(Path(given)) if isinstance(given, Path | str) else read_jobs_table(given)
 
 
-def throughputs_of(given: ThroughputsTable, *, pairs: bool) -> Throughputs:
+def throughputs_of(given: "ThroughputsTable", *, pairs: bool) -> "Throughputs":
     """Return throughputs, reading them from a table or a file of any supported format if needed.
 
     Args:
@@ -138,6 +144,10 @@ def throughputs_of(given: ThroughputsTable, *, pairs: bool) -> Throughputs:
     Raises:
         FileError: The file is missing, or the file or table has faults.
     """
+    from ..formats.importers.csv_tables import read_throughputs_csv
+    from ..formats.importers.recognise import read_throughputs
+    from ..schema.jobs import Throughputs
+
     if isinstance(given, Throughputs):
         return given
     if isinstance(given, Path | str):

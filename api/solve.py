@@ -9,7 +9,6 @@ from ..planning.limits import SolveLimits, TimeShares
 from ..planning.request import question_of
 from ..planning.solve import solve as best_plan
 from ..schema.errors import ProblemError
-from ..schema.jobs import Allocation
 from ..schema.optimizer import named_optimizer
 from ..schema.options import options
 from ..schema.plan import Plan
@@ -91,7 +90,7 @@ def check(request: CheckRequest) -> list[str]:
     """
     claim = claim_of(request.claim)
     devices = None if request.pool is None else pool_of(request.pool)
-    if not isinstance(claim, Allocation):
+    if isinstance(claim, Plan):
         found = None
         if request.profiles is not None:
             types = tuple(claim.devices_by_type)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -20,6 +21,9 @@ from .common import (
     shows_progress,
     warn,
 )
+
+if TYPE_CHECKING:
+    from ..schema.jobs import Allocation
 
 
 def _solve(
@@ -112,14 +116,12 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
     hetflow check allocation.json --jobs jobs.json --throughputs t.json --gpus 8xV100
     """
     from .. import check as faults_of
-    from ..planning.checks.judges import judge_of
     from ..planning.checks.proofs import Verdict
     from ..planning.inputs import pool_of
     from ..runtime.protocol.lower import obstacle_of
     from ..schema import files
     from ..schema.jobs import Allocation
     from ..schema.plan import Plan, claim_of
-    from ..solvers.allocation import policy_named
 
     plan = asked["claim"]
     found = files.read_any(plan)
@@ -134,10 +136,8 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
         devices, is_replayed = None if pool is None else pool_of(pool), "profiles" in asked
         proved = claim_of(found, devices, is_replayed=is_replayed)
         obstacle = obstacle_of(found)
-    elif judge_of(policy_named(found.policy).name) is not None:
-        proved = str(found.certificate.termination)
     else:
-        proved = f"the objective of {found.policy!r} is not judged: the checker does not know it"
+        proved = _judged(found)
     if json:
         answer = {"plan": str(plan), "valid": not faults, "faults": list(faults)}
         if isinstance(faults, Verdict):
@@ -149,3 +149,13 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
         warn(f"{plan}: the plan cannot be launched: {obstacle}")
     if faults:
         raise HetflowError(f"{plan}: {'; '.join(faults)}")
+
+
+def _judged(allocation: "Allocation") -> str:
+    # Their rooms take longer to import than a plan's check.
+    from ..planning.checks.judges import judge_of
+    from ..solvers.allocation import policy_named
+
+    if judge_of(policy_named(allocation.policy).name) is not None:
+        return str(allocation.certificate.termination)
+    return f"the objective of {allocation.policy!r} is not judged: the checker does not know it"

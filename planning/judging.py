@@ -95,9 +95,12 @@ def _own_faults(plan: Plan) -> Verdict:
 
 def faults_against(plan: Plan, view: View, problem: Problem) -> Verdict:
     """List the faults of a plan against what its solver saw, and of that against the problem."""
-    from .checks import batch_split, parallel, pipeline, profiled, sharded_split
+    from .checks import profiled
 
+    # Each judge is imported by the plans that it judges: together they take as long as the rest.
     if isinstance(view, SplitProblem):
+        from .checks import batch_split, sharded_split
+
         if isinstance(view, ShardedProblem):
             found = sharded_split.check(plan, view)
         else:
@@ -106,8 +109,12 @@ def faults_against(plan: Plan, view: View, problem: Problem) -> Verdict:
         found += profiled.split_view_faults(view, problem)
         return found
     if isinstance(view, PipelineProblem):
+        from .checks import pipeline
+
         wrong = profiled.pipeline_faults(view, problem)
         return Verdict(wrong) if wrong else pipeline.check(plan, view)
+    from .checks import parallel
+
     wrong = profiled.parallel_faults(view, problem)
     return Verdict(wrong) if wrong else parallel.check(plan, view)
 

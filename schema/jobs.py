@@ -1,12 +1,13 @@
 """Jobs, throughputs, the allocation problem and its answer (thesis chapter 5)."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from .errors import ProblemError
-from .frames import Rows, Shown, fields_table
+from .frames import Rows, Shown, Table, fields_table
 from .options import Placement
 from .records import (
     Count,
@@ -484,3 +485,9 @@ class Allocation(Shown):
             for job, row in self.x.items()
         ]
         return ["job", "steps_per_second", *columns], rows
+
+
+JobsTable = Jobs | Table | Path | str
+"""Jobs; a DataFrame with the columns of a CSV file of jobs; or the file of jobs."""
+ThroughputsTable = Throughputs | Table | Path | str
+"""Throughputs; a DataFrame with the columns of a CSV file of throughputs; or their file."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from itertools import accumulate
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -573,3 +574,11 @@ def utc_text(seconds: float) -> str:
     """Convert seconds since 1970-01-01T00:00:00Z to a time such as 2022-10-26T00:00:00Z."""
     text = datetime.fromtimestamp(seconds, UTC).isoformat()
     return text.replace("+00:00", "Z")
+
+
+Markets = Market | Path | str | Sequence[Market | Path | str]
+"""Markets, or their files."""
+Windows = Sequence[Availability | Path | str]
+"""Windows of availability, or their files and folders."""
+Offers = Sequence[Availability | Capacity | PriceHistory | Path | str]
+"""When spot machines were there, how many, and at what prices; or their files and folders."""

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 
 def in_flight(replicas: Sequence[int], stage: int) -> int:
     """Inputs in flight on one replica of a stage under 1F1B-RR.
@@ -57,6 +55,8 @@ def one_f_one_b_from(
         num_in_flight: k, the stages from this one on; at most m.
         num_microbatches: m.
     """
+    import numpy as np  # takes longer to import than `hetflow show` of a split
+
     # The first microbatch goes there and back; m - 1 more follow.
     trips, rest = divmod(num_microbatches - 1, num_in_flight)
     both = 2 * message_seconds

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from ..cluster import Cluster
-from ..frames import Table
-from ..jobs import Allocation, Jobs, Throughputs
-from ..launch import Rendezvous
-from ..market import Availability, Capacity, Market, PriceHistory
+from ..lazy import lazy_names
 from ..optimizer import OptimizerState
 from ..options import OnFailure
 from ..plan import Plan
@@ -33,6 +30,9 @@ from ..records import (
 
 if TYPE_CHECKING:
     from ..files import Record
+    from ..jobs import Allocation, JobsTable, ThroughputsTable
+    from ..launch import Rendezvous
+    from ..market import Markets, Offers, Windows
 
 __all__ = [
     "Allocation", "Bytes", "Callable", "Count", "Dollars", "Fraction", "GraceSeconds",
@@ -48,12 +48,6 @@ Profiles = Sequence[Profile] | Path | str
 Pool = Cluster | Mapping[str, Count] | Path | str
 """A cluster; the numbers of devices by type, ``{"V100": 2, "P100": 8}``; a path: a cluster's
 file or what ``nvidia-smi -L`` printed; or a string such as ``2xV100,8xP100`` or ``gpu:v100:2``."""
-Markets = Market | Path | str | Sequence[Market | Path | str]
-"""Markets, or their files."""
-Windows = Sequence[Availability | Path | str]
-"""Windows of availability, or their files and folders."""
-Offers = Sequence[Availability | Capacity | PriceHistory | Path | str]
-"""When spot machines were there, how many, and at what prices; or their files and folders."""
 Speeds = Sequence[float]
 """The speed of a job on 0, 1, ... machines."""
 MachineSpeeds = Mapping[str, PositiveRate | Plan | Path | str]
@@ -69,15 +63,15 @@ TimeoutSeconds = Annotated[float, Field(ge=1, le=1e8)]
 SyncDevices = Annotated[int, Field(ge=0, le=64)]
 JobCount = Annotated[int, Field(ge=1, le=10_000_000)]
 """A number of jobs to draw."""
-JobsTable = Jobs | Table | Path | str
-"""Jobs; a DataFrame with the columns of a CSV file of jobs; or the file of jobs."""
-ThroughputsTable = Throughputs | Table | Path | str
-"""Throughputs; a DataFrame with the columns of a CSV file of throughputs; or their file."""
 
 
-def __getattr__(name: str) -> object:
-    if name != "Record":
-        raise AttributeError(name)
-    from ..files import Record  # all records: few verbs take any
-
-    return Record
+# Few verbs take these.
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
+        "..files": "Record",
+        "..jobs": "Allocation JobsTable ThroughputsTable",
+        "..launch": "Rendezvous",
+        "..market": "Markets Offers Windows",
+    },
+)
