@@ -163,7 +163,9 @@ def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[fl
                 updated = min(stated + more, sum(weights)) if stated else 0.0
             held -= problem.optimizer.state_bytes_per_weight_byte * (sum(weights) - updated)
         given = sum(weights) - updated if plan.shared_states == "gradients" else 0.0
-        copies = sum(tied_bytes(problem, sizes, *_ends(plan, each))[0] for each in own)
+        copies = sum(
+            tied_bytes(problem.tied_to, sizes.tied_bytes, *_ends(plan, each))[0] for each in own
+        )
         held += problem.bytes_per_weight_byte * copies
         update = problem.update_ratio * (updated + copies) - given
         counted.append(
@@ -202,7 +204,8 @@ def _passing_bytes(
         if aside:
             kept[each] += (0.0 if is_full else received) + (received + sent) / degree
             own_alone += (received + sent) / degree
-            own_alone += min(tied_bytes(problem, sizes, start, end)[1], problem.waiting_bytes)
+            tied = tied_bytes(problem.tied_to, sizes.tied_bytes, start, end)[1]
+            own_alone += min(tied, problem.waiting_bytes)
         alone = max(alone, own_alone)
     return alone + _most_in_flight(plan, kept)
 

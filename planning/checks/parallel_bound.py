@@ -14,7 +14,7 @@ suffices; a narrow one is searched stage by stage, from the last one on.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from heapq import nlargest
 from itertools import combinations, pairwise, product
 from math import ceil, inf, prod
@@ -242,7 +242,7 @@ def _memory(
     weights = _between(sizes.weight_bytes)
     state, d = problem.state_bytes_per_weight_byte, replicas
     is_stage, whole = np.isfinite(weights), np.where(np.isfinite(weights), weights, 0.0)
-    (copies, tied), aside = _tied(problem, sizes), times.workspace_bytes
+    (copies, tied), aside = _tied_of(problem, sizes), times.workspace_bytes
     held = (problem.bytes_per_weight_byte - state) * whole + problem.reserved_bytes
     held = held + problem.bytes_per_weight_byte * copies
     # In an update gradients that others keep are gone, and nothing is gathered.
@@ -314,36 +314,47 @@ def most_at_a_layer(
     return found
 
 
-def _tied(problem: ParallelProblem, sizes: ShardSizes) -> tuple[Table, Table]:
+def _tied_of(problem: ParallelProblem, sizes: ShardSizes) -> tuple[Table, Table]:
+    return _tied(problem.tied_to or ((),) * len(problem.layers), sizes.tied_bytes)
+
+
+@lru_cache(maxsize=64)
+def _tied(holders: Sequence[Sequence[int]], sizes: Sequence[int]) -> tuple[Table, Table]:
     """[start, end] ``tied_bytes`` of stages: of copies, and all."""
-    places = len(problem.layers) + 1
+    places = len(holders) + 1
     copies, tied = np.zeros((places, places)), np.zeros((places, places))
-    for start, end in combinations(range(places) if problem.tied_to else (), 2):
-        copies[start, end], tied[start, end] = tied_bytes(problem, sizes, start, end)
+    for start, end in combinations(range(places), 2):
+        copies[start, end], tied[start, end] = tied_bytes(holders, sizes, start, end)
     return copies, tied
 
 
 def tied_bytes(
-    problem: ParallelProblem, sizes: ShardSizes, start: int, end: int
+    holders: Sequence[Sequence[int]], sizes: Sequence[int], start: int, end: int
 ) -> tuple[int, int]:
     """Bytes of weights that layers of a stage and of others use.
+
+    Args:
+        holders: [layers] the layers that hold a weight which the layer uses too; may be empty.
+        sizes: [layers] bytes of such weights.
+        start: The stage's first layer.
+        end: The layer behind its last.
 
     Returns:
         Of weights that only other stages' layers hold, which the stage copies; and of all.
     """
     users: dict[frozenset[int], list[int]] = {}
-    for layer, holders in enumerate(problem.tied_to):
-        if holders:
-            users.setdefault(frozenset(holders), []).append(layer)
+    for layer, held_by in enumerate(holders):
+        if held_by:
+            users.setdefault(frozenset(held_by), []).append(layer)
     copied = split = 0
-    for held_by, using in users.items():
+    for those, using in users.items():
         inside = [layer for layer in using if start <= layer < end]
-        has_all = all(start <= layer < end for layer in held_by)
+        has_all = all(start <= layer < end for layer in those)
         if inside and not has_all:
-            copied += max(sizes.tied_bytes[layer] for layer in inside)
-        number = sum(start <= layer < end for layer in (*held_by, *using))
-        if 0 < number < len(held_by) + len(using):
-            split += max(sizes.tied_bytes[layer] for layer in using)
+            copied += max(sizes[layer] for layer in inside)
+        number = sum(start <= layer < end for layer in (*those, *using))
+        if 0 < number < len(those) + len(using):
+            split += max(sizes[layer] for layer in using)
     return copied, split
 
 
@@ -400,6 +411,8 @@ class _Search:
         self.degrees = np.array([option.degree for option in options], dtype=float)
         self._rings: dict[tuple[tuple[LinkCurve, ...], int, int], Table] = {}
         self._units: dict[int, tuple[Table, ...]] = {}
+        self._crossings: dict[tuple[int, int], Table] = {}
+        self._held: dict[tuple[Any, ...], bool] = {}
         self.shares_weights = problem.shard == "all" and replicas > 1
         self.unlike = tuple(self._pairs_of_unlike_memory())
         # Of each option with any other.
@@ -650,8 +663,41 @@ class _Search:
         slowest = rate * float(costs.min(axis=0).sum())
         return max(through, self.m * slowest), slowest
 
+    @cached_property
+    def kinds(self) -> "list[_Kind]":
+        """What may hold a stage."""
+        return list(_kinds_of(self))
+
+    def crossing(self, after: int, end: int) -> Table:
+        """[kinds] seconds of a message over the links between unlike types, to the stage behind."""
+        if (after, end) not in self._crossings:
+            found = [self._crossing_of(kind, self.kinds[after], end) for kind in self.kinds]
+            self._crossings[after, end] = np.array(found)
+        return self._crossings[after, end]
+
+    def _crossing_of(self, kind: "_Kind", after: "_Kind", end: int) -> float:
+        problem, longest = self.problem, 0.0
+        if not problem.between:
+            return longest
+        size = float(self.size * problem.output_bytes[end - 1])
+        for one, other in product(kind.options, after.options):
+            pair = [self.options[one], self.options[other]]
+            names = {problem.pools[option.pool].device_type for option in pair}
+            for link in problem.between:
+                if len(names) == 2 and set(link.device_types) == names:
+                    copies = max(option.degree for option in pair)
+                    longest = max(longest, _message(problem, link.curve, size, copies))
+        return longest
+
     def may_hold(self, kinds: "Sequence[_Kind]") -> bool:
         """Whether the pool, and its servers, might hold stages; taken for granted if unsure."""
+        # In whatever order they stand.
+        key = tuple(sorted((kind.options, kind.first) for kind in kinds))
+        if key not in self._held:
+            self._held[key] = self._may_hold(kinds)
+        return self._held[key]
+
+    def _may_hold(self, kinds: "Sequence[_Kind]") -> bool:
         d, stages = self.replicas, [kind.options for kind in kinds]
         dealt = [
             [(d,)] if len(kind.options) == 1
@@ -911,7 +957,7 @@ class _Stages:
         self._search, self._below = search, below
         self._rest, self._low, self._free = rest, float(cell.low), float(cell.free)
         self._worth = float(cell.prices @ search.budget)
-        self._kinds = list(_kinds_of(search))
+        self._kinds = search.kinds
         options, d = search.options, search.replicas
 
         def most(table: Table) -> Table:
@@ -997,7 +1043,7 @@ class _Stages:
         if not is_last:
             after = label.kinds[0]
             message = np.maximum(self._output[:, end], self._output[after, end])
-            message = np.maximum(message, self._crossing(after, end))
+            message = np.maximum(message, search.crossing(after, end))
         own, sent = self._compute[:, :end, end], message[:, None]
         # One microbatch there and back, with this stage; k are in flight.
         trip, k = label.trip + own + 2 * sent, min(placed + 1, m)
@@ -1027,22 +1073,6 @@ class _Stages:
                 float(slowest[kind, start]), float(own[kind, start]), float(update[kind, start]),
                 float(ring[kind, start]), float(priced[kind]),
             )  # fmt: skip
-
-    def _crossing(self, after: int, end: int) -> Table:
-        """[kinds] seconds of a message over the links between unlike types, to the stage behind."""
-        search, problem = self._search, self._search.problem
-        found = np.zeros(len(self._kinds))
-        size = float(search.size * problem.output_bytes[end - 1])
-        for number, kind in enumerate(self._kinds if problem.between else ()):
-            for one, other in product(kind.options, self._kinds[after].options):
-                pair = [search.options[one], search.options[other]]
-                names = {problem.pools[option.pool].device_type for option in pair}
-                for link in problem.between:
-                    if len(names) == 2 and set(link.device_types) == names:
-                        copies = max(option.degree for option in pair)
-                        seconds = _message(problem, link.curve, size, copies)
-                        found[number] = max(found[number], seconds)
-        return found
 
 
 def _least_price(prices: Table, first: int, d: int) -> float:
