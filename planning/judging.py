@@ -180,6 +180,7 @@ def view_of_plan(plan: Plan, problem: Problem) -> View:
             recompute=asked.recompute is not False,
             num_model_chunks=chunks_of(asked.num_model_chunks),
             sequence_parallel=bool(plan.sequence_parallel),
+            tensor_parallel=asked.tensor_parallel is not False,
             shards=_shards(plan),
         )
     return pipeline_problem(

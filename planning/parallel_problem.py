@@ -35,6 +35,7 @@ def parallel_problem(
     microbatch_size: int | None = None,
     recompute: bool = True,
     sequence_parallel: bool = False,
+    tensor_parallel: bool = True,
     **choices: Any,
 ) -> ParallelProblem:
     """Tables of layers by degree and microbatch size, and the links of each degree.
@@ -50,6 +51,7 @@ def parallel_problem(
         recompute: Whether stages may recompute activations: all, or where every table of layers
             states them those of attention cores.
         sequence_parallel: Whether groups spread tokens between the layers that they share.
+        tensor_parallel: Whether devices may share the layers of a stage.
         choices: Other fields of ``ParallelProblem``, which profiles and pool do not give.
 
     Raises:
@@ -57,6 +59,8 @@ def parallel_problem(
     """
     read = layered(problem, at_one=False)
     chosen, links = read.profiles, read.links
+    if not tensor_parallel:
+        chosen = [replace(profile, tensor_layers=()) for profile in chosen]
     known = sorted({t.microbatch_size for profile in chosen for _, t in _tables(profile)})
     if microbatch_size is not None and microbatch_size not in known:
         raise ProblemError(

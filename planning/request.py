@@ -23,7 +23,9 @@ from .limits import SolveLimits
 
 
 Kind = Literal["split", "pipeline", "parallel"]
-Planner = Literal["split", "milp", "waste", "sharded", "pipeline", "repetitive", "parallel"]
+Planner = Literal[
+    "split", "milp", "waste", "sharded", "pipeline", "repetitive", "stages", "parallel"
+]
 
 _PLANS = {
     "split": "exact splits",
@@ -32,6 +34,7 @@ _PLANS = {
     "sharded": "splits that share states",
     "pipeline": "pipelines",
     "repetitive": "pipelines planned with {repetitive}",
+    "stages": "pipelines that share states",
     "parallel": "parallel plans",
 }
 _CHOSEN_BY = {
@@ -41,6 +44,7 @@ _CHOSEN_BY = {
     "sharded": "{shard=auto}",
     "pipeline": "{strategy=pipeline}",
     "repetitive": "{strategy=pipeline} {schedule=2bw} {repetitive=True}",
+    "stages": "{strategy=pipeline} {shard=auto}",
     "parallel": "{strategy=parallel}",
 }
 
@@ -102,7 +106,9 @@ def _plans(planners: Collection[str], beside: Given | None = None) -> str:
     """Name the plans of several planners."""
     # All planners of a kind are named by the kind. So is one alone if ``beside``, an option that
     # it does not read, is read by no planner of that kind.
-    left, names = list(planners), []
+    # Pipelines that share states are parallel plans, and read what those read.
+    left = [one for one in planners if one != "stages" or "parallel" not in planners]
+    names: list[str] = []
     for whole, name in ((SPLITS, "splits"), (PIPELINES, "pipelines")):
         apart = beside is None or set(beside.read_by) & set(whole)
         if set(whole) <= set(left) or (set(whole) & set(left) and not apart):
@@ -116,6 +122,8 @@ def _way(read_by: Collection[str], tried: Collection[str]) -> str:
     """What to change so that one of ``read_by`` is asked instead of ``tried``."""
     if "repetitive" in tried and "pipeline" in read_by:
         return told("leave {repetitive} out")
+    if "stages" in tried and {"pipeline", "repetitive"} & set(read_by):
+        return told("leave {shard} out")
     if "pipeline" in tried and "repetitive" in read_by:
         return told("add {repetitive=True} {schedule=2bw}")
     if "split" in read_by and set(tried) & {"milp", "waste"}:
@@ -123,7 +131,9 @@ def _way(read_by: Collection[str], tried: Collection[str]) -> str:
     ways = []
     for planner in read_by:
         covered = planner in ("milp", "waste", "sharded") and "split" in read_by
-        if not covered and not (planner == "repetitive" and "pipeline" in read_by):
+        covered |= planner in ("repetitive", "stages") and "pipeline" in read_by
+        covered |= planner == "stages" and "parallel" in read_by
+        if not covered:
             ways.append(_CHOSEN_BY[planner])
     return told("add " + " or ".join(ways))
 
@@ -187,11 +197,14 @@ class Question:
     def planners(self) -> dict[Kind, Planner]:
         """The planner of each kind of plan that these options ask for."""
         by_method: Planner = "split" if self.asked.method == "exact" else "milp"
+        by_schedule: Planner = "repetitive" if self.asked.repetitive else "pipeline"
         if self.asked.shard != "none":
             by_method = "sharded"
+            # Where kinds are compared, the parallel plan is as good as a pipeline that shares.
+            by_schedule = "stages" if self.asked.strategy == "pipeline" else by_schedule
         return {
             "split": "waste" if self.asked.objective == "waste" else by_method,
-            "pipeline": "repetitive" if self.asked.repetitive else "pipeline",
+            "pipeline": by_schedule,
             "parallel": "parallel",
         }
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.layers import cannot_spread
 from ..schema.options import Shard, asked_of, option
+from ..schema.parallel import parallel_schedule
 from ..schema.plan import EmulatedDevice, PassTime, Plan, Restrictions, SyncBound
 from ..schema.problem import ShardedProblem, SplitProblem
 from ..schema.profile import MemoryReserve, Profile
@@ -73,6 +74,11 @@ def _restrictions(plan: Plan, question: Question) -> Restrictions | None:
         devices=devices if plan.cluster is None and devices != plan.devices_by_type else None,
         shard=_asked_shard(plan, question),
     )
+    if question.planners["pipeline"] == "stages":
+        plain = question.asked.schedule == parallel_schedule(is_chunked=False)
+        found = dataclasses.replace(
+            found, tensor_parallel=False, num_model_chunks=1 if plain else None
+        )
     for asked in asked_of(SolveRequest):
         value = getattr(question.asked, asked.name)
         if asked.option.recorded and plan.kind in asked.option.read_by and value != asked.default:
@@ -113,7 +119,7 @@ def _best(question: Question, kind: Kind, clock: TimeShares, kinds_left: int = 1
     """Find the best plan of one kind, in a fair part of the time that is left."""
     if kind == "split":
         return _split(question, clock)
-    if kind == "pipeline":
+    if kind == "pipeline" and question.planners[kind] != "stages":
         from .pipelines import best_pipeline
 
         return best_pipeline(question, clock.part(kinds_left))

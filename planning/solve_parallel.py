@@ -7,11 +7,12 @@ from functools import partial
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.layers import LayerTrace, cannot_spread
-from ..schema.options import Shard
-from ..schema.parallel import ParallelProblem
+from ..schema.options import Shard, option
+from ..schema.parallel import ParallelProblem, parallel_schedule
 from ..schema.plan import Plan
 from ..schema.problem import Problem
 from ..schema.requests.solve import SolveRequest
+from ..schema.schedule import traits
 from .apart import Apart, parts_to_tell_apart, told_apart
 from .limits import TimeShares
 from .parallel_problem import chunks_of, degrees_of, parallel_keys, parallel_problem
@@ -26,8 +27,11 @@ _log = logging.getLogger("hetflow")
 def best_parallel(question: Question, clock: TimeShares) -> Plan:
     """Find the plan with the shortest step; with ``top``, the Pareto table too.
 
+    A pipeline that shares states is such a plan, whose stages no group of devices shares.
+
     Raises:
-        ProblemError: Profiles, pool and flags do not fit together.
+        ProblemError: Profiles, pool and flags do not fit together; or stages of the schedule that
+            was asked for share no states.
         InfeasibleError: No plan fits the memory.
     """
     from ..solvers.parallel.pareto import alternatives, gains
@@ -39,12 +43,13 @@ def best_parallel(question: Question, clock: TimeShares) -> Plan:
         own = clock.part(1 + others_follow)
         pool, problem, plan, apart = _in_the_best_part(question, trace, own)
     except InfeasibleError:
-        if asked.sequence_parallel is not None or not _spreadable(question):
+        alone = asked.strategy == "pipeline" or asked.sequence_parallel is not None
+        if alone or not _spreadable(question):
             raise
         # The tokens of norms and residuals may be what does not fit.
         spread = replace(asked, sequence_parallel=True)
         return best_parallel(replace(question, asked=spread), clock)
-    for line in _unused_degrees(question):
+    for line in _unused_degrees(question) if asked.strategy != "pipeline" else ():
         _log.warning(line)
     say_obstacle(trace, len(plan.stages))
     problem = replace(problem, shards=(plan.shared_states,))  # of one kind with the plan
@@ -120,10 +125,35 @@ def _view(problem: Problem, asked: SolveRequest, trace: LayerTrace | None) -> Pa
         microbatch_size=asked.microbatch_size,
         recompute=asked.recompute,
         most_stages=1 if asked.sequence_parallel and cannot_spread(trace) else None,
-        num_model_chunks=chunks_of(asked.num_model_chunks),
+        num_model_chunks=_chunks(asked),
         sequence_parallel=bool(asked.sequence_parallel),
+        tensor_parallel=asked.strategy != "pipeline",
         shards=_shards(asked),
     )
+
+
+def _chunks(asked: SolveRequest) -> tuple[int, ...]:
+    """Numbers of stages a device to try; of a pipeline, those of its schedule."""
+    plain, chunked = (traits(parallel_schedule(is_chunked=more)) for more in (False, True))
+    if asked.strategy != "pipeline" or asked.schedule == "auto":
+        return chunks_of(asked.num_model_chunks)
+    if asked.schedule not in (plain.name, chunked.name):
+        why = f"stages that share states are planned for {plain.name} and {chunked.name}"
+        if not traits(asked.schedule).flushes:
+            why = "it updates between passes, some of which still read the weights of before"
+        raise ProblemError(
+            f"{option('shard', asked.shard)} with {option('schedule', asked.schedule)}: {why}",
+            hint=f"take {option('schedule', plain.name)}, or {option('shard', 'none')}",
+        )
+    only = asked.num_model_chunks
+    if asked.schedule == chunked.name:
+        return chunked.num_model_chunks if only is None else (only,)
+    if only not in (None, 1):
+        raise ProblemError(
+            f"{option('num_model_chunks', only)} is for schedule {chunked.name}",
+            hint=f"add {option('schedule', chunked.name)}",
+        )
+    return (1,)
 
 
 def _shards(asked: SolveRequest) -> tuple[Shard | None, ...]:

@@ -51,6 +51,7 @@ class Restrictions:
         replication: False: no stage has replicas.
         recompute: False: no stage recomputes activations.
         shard: What devices were to share of the states.
+        tensor_parallel: False: no devices share the layers of a stage.
     """
 
     devices: dict[Name, Count] | None = None
@@ -60,6 +61,7 @@ class Restrictions:
     replication: bool | None = None
     recompute: bool | None = None
     shard: Shard | None = None
+    tensor_parallel: bool | None = None
 
     def __str__(self) -> str:
         parts = [
@@ -69,6 +71,7 @@ class Restrictions:
             (self.replication is False, "no replicas"),
             (self.recompute is False, "no recomputation"),
             (self.shard, f"shared states ({self.shard})"),
+            (self.tensor_parallel is False, "no tensor parallelism"),
         ]
         return ", ".join(text for said, text in parts if said)
 

@@ -338,6 +338,9 @@ def _broken(plan: Plan) -> Iterator[str]:
     replicates = not plan.layers or any(stage.num_replicas > 1 for stage in plan.stages)
     if asked.replication is not None and (asked.replication or replicates):
         yield "replication is stated, and the plan has replicas or may have them"
+    degrees = {group.tensor_parallel_size for stage in plan.stages for group in stage.replicas}
+    if asked.tensor_parallel is not None and (asked.tensor_parallel or max(degrees) > 1):
+        yield "tensor_parallel is stated, and the plan shares layers or may do so"
     recomputes = not plan.layers or any(stage.recompute != "none" for stage in plan.stages)
     if asked.recompute is not None and (asked.recompute or recomputes):
         yield "recompute is stated, and the plan recomputes or may do so"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     )
 
 SPLITS = ("split", "milp", "waste", "sharded")
-PIPELINES = ("pipeline", "repetitive")
+PIPELINES = ("pipeline", "repetitive", "stages")
 ALL = (*SPLITS, *PIPELINES, "parallel")
 SPLIT = "Options of splits"
 PIPELINE = "Options of pipelines"
@@ -102,7 +102,7 @@ class SolveRequest:
         "PositiveSeconds | None",
         Option(
             flag="--time-limit",
-            read_by=("milp", "pipeline", "parallel"),
+            read_by=("milp", "pipeline", "stages", "parallel"),
             narrows=False,
             help="Wall seconds for all searches. A plan that is then not proved within {gap} ends "
             "with exit code 4.",
@@ -111,7 +111,7 @@ class SolveRequest:
     gap: Annotated[
         "Fraction | None",
         Option(
-            read_by=("pipeline", "parallel"),
+            read_by=("pipeline", "stages", "parallel"),
             narrows=False,
             rare=True,
             help="Stop at a plan proved within this fraction of the best.",
@@ -146,7 +146,7 @@ class SolveRequest:
     shard: Annotated[
         AnyShard,
         Option(
-            read_by=("sharded", "parallel"),
+            read_by=("sharded", "stages", "parallel"),
             values={"none": ALL},
             open_values=("none",),
             panel=SPLIT,
@@ -189,7 +189,7 @@ class SolveRequest:
         str,
         Option(
             read_by=PIPELINES,
-            values={"auto": ("pipeline", "parallel")},
+            values={"auto": ("pipeline", "stages", "parallel")},
             open_values=("auto",),
             panel=PIPELINE,
             metavar="NAME",
@@ -231,8 +231,8 @@ class SolveRequest:
         "Count | None",
         Option(
             flag="--chunks-per-device",
-            read_by=("pipeline", "parallel"),
-            values={1: ("parallel",)},
+            read_by=("pipeline", "stages", "parallel"),
+            values={1: ("stages", "parallel")},
             narrows=False,
             recorded=True,
             panel=PIPELINE,
@@ -282,7 +282,7 @@ class SolveRequest:
     recompute: Annotated[
         bool,
         Option(
-            read_by=("parallel",),
+            read_by=("stages", "parallel"),
             narrows=False,
             recorded=True,
             panel=PARALLEL,

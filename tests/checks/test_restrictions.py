@@ -58,6 +58,7 @@ def test_what_was_asked_for_stands_in_the_plan_and_in_its_proof() -> None:
         (2, Restrictions(devices={"A": 1}), "2 A are used, the pool has 1"),
         (1, Restrictions(replication=False), "the plan has replicas"),
         (2, Restrictions(recompute=True), "recompute is stated"),
+        (2, Restrictions(tensor_parallel=True), "tensor_parallel is stated"),
     ],
 )
 def test_a_plan_that_breaks_what_it_states_is_refused(

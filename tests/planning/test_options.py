@@ -8,11 +8,13 @@ import pytest
 import hetflow
 from hetflow.planning.request import Planner, given, question_of
 from hetflow.planning.solve import solve
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import HetflowError, ProblemError
 from hetflow.schema.files import to_plain
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.options import asked_of
+from hetflow.schema.plan import Restrictions
 from hetflow.schema.profile import (
     BatchPoint,
     LayerGraph,
@@ -80,6 +82,7 @@ BY = {
     "repetitive": {
         "strategy": "pipeline", "schedule": "2bw", "repetitive": True, **LINK,
     },
+    "stages": {"strategy": "pipeline", "shard": "gradients", **LINK},
     "parallel": {"strategy": "parallel", **LINK},
 }  # fmt: skip
 """Options by which each planner is the one that is asked."""
@@ -106,23 +109,34 @@ CASES: dict[str, dict[str, Case]] = {
     "objective": {"waste": Case("waste", {}), "pipeline": Case("bottleneck", {})},
     "top": {"waste": Case(3, {}), "parallel": Case(4, {})},
     "method": {"milp": Case("highs", {})},
-    "shard": {"sharded": Case("optimizer", {}), "parallel": Case("gradients", {})},
+    "shard": {
+        "sharded": Case("optimizer", {}),
+        "stages": Case("optimizer", {}),
+        "parallel": Case("gradients", {}),
+    },
     "masters": {"sharded": Case(True, {})},
     "virtual_nodes": dict.fromkeys(("split", "milp", "waste", "sharded"), Case(4, {})),
     "interpolate": dict.fromkeys(("split", "milp", "waste", "sharded"), UNEVEN),
-    "schedule": {"pipeline": Case("gpipe", {}), "repetitive": Case("2bw", {})},
+    "schedule": {
+        "pipeline": Case("gpipe", {}),
+        "repetitive": Case("2bw", {}),
+        "stages": Case("auto", {}),
+    },
     "stage_cost": {"pipeline": Case("thesis", {})},
     "num_stages": {"pipeline": Case(2, {})},
     "replication": {"pipeline": Case(False, {"num_stages": 1})},
-    "link_bytes_per_second": dict.fromkeys(("pipeline", "repetitive", "parallel"), Case(1e6, {})),
-    "microbatch_size": dict.fromkeys(("pipeline", "repetitive", "parallel"), Case(8, {})),
+    "link_bytes_per_second": dict.fromkeys(
+        ("pipeline", "repetitive", "stages", "parallel"), Case(1e6, {})
+    ),
+    "microbatch_size": dict.fromkeys(("pipeline", "repetitive", "stages", "parallel"), Case(8, {})),
     "num_model_chunks": {
         "pipeline": Case(3, {"schedule": "interleaved"}, gpus="2xV100"),
+        "stages": Case(2, {"schedule": "interleaved"}),
         "parallel": Case(1, {}),
     },
     "repetitive": {"repetitive": Case(True, {})},
     "cost_model": {"repetitive": Case("closed-form", {})},
-    "recompute": {"parallel": Case(False, {}, KEEPS, "1xV100")},
+    "recompute": dict.fromkeys(("stages", "parallel"), Case(False, {}, KEEPS, "1xV100")),
     "sequence_parallel": {"parallel": Case(True, {})},
     "shard_optimizer": {"parallel": Case(True, {})},
     "optimizer": dict.fromkeys(PLANNERS, Case(named_optimizer("adam"), {}, TIGHT)),
@@ -131,8 +145,8 @@ CASES: dict[str, dict[str, Case]] = {
         "split": Case(True, {}, (NOISY,), "2xV100", 256),
         "pipeline": Case(True, {}, (NOISY,)),
     },
-    "time_limit_seconds": dict.fromkeys(("milp", "pipeline", "parallel"), Case(1e-9, {})),
-    "gap": dict.fromkeys(("pipeline", "parallel"), Case(0.9, {})),
+    "time_limit_seconds": dict.fromkeys(("milp", "pipeline", "stages", "parallel"), Case(1e-9, {})),
+    "gap": dict.fromkeys(("pipeline", "stages", "parallel"), Case(0.9, {})),
 }
 
 
@@ -208,6 +222,32 @@ def test_auto_compares_the_kinds_that_read_what_is_asked() -> None:
     assert compared({"shard": "all"}) == {"split", "parallel"}
     with pytest.raises(ProblemError, match="virtual_nodes and num_stages: no kind of plan"):
         solve(question_of(replace(base, virtual_nodes=8, num_stages=2)))
+
+
+def test_a_pipeline_that_shares_states_is_a_parallel_plan_of_single_devices() -> None:
+    base = asked("stages", Case(None, {"memory_reserve_bytes": 1 << 28}, TIGHT))
+    chunked = replace(base, schedule="interleaved", num_model_chunks=2, shard="all")
+    for request, config in ((base, "2-2"), (chunked, "2-2-2-2")):
+        plan = solve(question_of(request))
+        assert (plan.schedule, plan.shared_states) == (request.schedule, request.shard)
+        assert {group.tensor_parallel_size for group in plan.groups} == {1}
+        assert plan.config == config
+        assert plan.restrictions is not None
+        assert plan.restrictions.tensor_parallel is False
+        assert lower(plan).shard == plan.shard
+    free = solve(question_of(replace(base, strategy="parallel", shard="none")))
+    assert {group.tensor_parallel_size for group in free.groups} == {2}
+    wrong = replace(free, restrictions=Restrictions(tensor_parallel=False))
+    assert any("shares layers" in fault for fault in hetflow.check(wrong, TIGHT, "4xV100"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [("2bw", "updates between passes"), ("pipedream", "updates"), ("gpipe", "planned for 1f1b")],
+)
+def test_other_schedules_share_no_states(schedule: str, said: str) -> None:
+    with pytest.raises(ProblemError, match=f'shard="gradients" with .*"{schedule}": .*{said}'):
+        solve(question_of(replace(asked("stages"), schedule=schedule)))
 
 
 @pytest.mark.parametrize(
