@@ -27,14 +27,22 @@ def ring_link(pool: ParallelPool, tensor_parallel_size: int, num_replicas: int) 
 
 
 @lru_cache(maxsize=512)
+def transfers_of(
+    option: StageOption, links: tuple[LinkCurve, ...]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``shared_seconds`` of an option's stages [starts, ends]."""
+    assert option.units is not None
+    return shared_seconds(option.units, option.num_replicas, links)
+
+
+@lru_cache(maxsize=512)
 def waits_over(option: StageOption, links: tuple[LinkCurve, ...]) -> np.ndarray:
     """What transfers of shared weights add to passes of stages [starts, ends]."""
-    assert option.units is not None
     forward, passes = (
         sums[None, :] - sums[:, None]
         for sums in (np.array(option.forward), np.array(option.seconds))
     )
-    *transfers, _ = shared_seconds(option.units, option.num_replicas, links)
+    *transfers, _ = transfers_of(option, links)
     found: np.ndarray = shared_pass_seconds(
         forward, passes - forward, *transfers, recompute=option.recompute
     )

@@ -4,19 +4,20 @@ Each of p positions holds v chunks of contiguous layers, chunk j on position j m
 (v m + p - 1) passes of the slowest chunk, and the messages of one microbatch. For every p, v,
 degree and number of replicas, a dynamic program finds the cut whose slowest chunk is the fastest.
 What the update and the all-reduce of a position take at least is a mean over positions, and
-messages are at least the shortest ones; so a small gap may be left where chunks are unlike.
+messages are at least the shortest ones; so a small gap may be left where chunks are unlike. Where
+cuts are few, as in small models, all that may be faster are timed, so the plan is the fastest.
 
     4 layers of 1 s, p = 2, m = 4: v = 2 makes chunks of 1 s, (8 + 1) x 1 = 9 s
     v = 1 makes chunks of 2 s, (4 + 1) x 2 = 10 s
 
-O(layers^2 x chunks) for each p, v, degree and number of replicas.
+O(layers^2 x chunks) for each p, v, degree and number of replicas, and O(chunks) for each cut.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
-from math import inf
+from itertools import combinations, pairwise
+from math import comb, inf
 
 import numpy as np
 
@@ -26,18 +27,19 @@ from ...planning.costs.parallel_stage import (
     gather_ratio,
     interleaved_step_seconds,
     ring_rounds,
-    shared_seconds,
 )
 from ...planning.schedules.closed_forms import interleaved_in_flight
 from ...schema.errors import InfeasibleError
 from ...schema.parallel import LinkCurve, ParallelProblem
 from ..effort import Effort, OutOfTimeError
 from .bound import stage_seconds
-from .gradients import ring_link, waits_over
+from .gradients import ring_link, transfers_of, waits_over
 from .space import ROOM, Spaces, StageOption, parts_of
 
 _MOST_NODES = 50_000
 """Nodes of all searches for cuts that fit: about a second."""
+_MOST_CUTS = 4_000
+"""Cuts that are timed one by one, of all shapes: about a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +110,14 @@ def search(
     )
     best: Interleaved | None = None
     limit, tried = inf, list[TriedShape]()
-    work = _Work(_MOST_NODES, effort)
+    work = _Work(_MOST_NODES, _MOST_CUTS, effort)
     for seconds, shape in by_bound:
         if seconds >= limit:
             break
         try:
             slowest = _slowest_chunks(shape, effort)
             least = _least_seconds(problem, shape, slowest)
-            found = _planned(problem, shape, slowest, work) if least < limit else None
+            found = _planned(problem, shape, slowest, limit, work) if least < limit else None
         except OutOfTimeError:
             return best, tried, seconds
         tried.append(TriedShape(shape, least))
@@ -321,10 +323,15 @@ def _least_maxima(option: StageOption, link: LinkCurve, num_chunks: int) -> np.n
 
 
 def _planned(
-    problem: ParallelProblem, shape: InterleavedShape, slowest: float, work: "_Work"
+    problem: ParallelProblem, shape: InterleavedShape, slowest: float, limit: float, work: "_Work"
 ) -> Interleaved | None:
-    """The plan whose chunks are most alike under that cap; None where no cut found fits."""
-    option, positions = shape.option, shape.num_positions
+    """The fastest plan of few cuts, under ``limit`` seconds; of many one of chunks most alike.
+
+    None where no cut found fits, or none is as fast.
+    """
+    option = shape.option
+    if comb(len(option.seconds) - 2, shape.num_chunks - 1) <= work.cuts:
+        return _fastest_cut(problem, shape, limit, work)
     cuts: tuple[int, ...] | None = _even_cuts(shape, slowest, work.effort)
     assert cuts is not None
     memory = _memories(shape, cuts)
@@ -334,8 +341,44 @@ def _planned(
         cuts = _fastest_that_fits(shape, work)
         if cuts is None:
             return None
-        memory, seconds = _memories(shape, cuts), _chunk_seconds(option, shape.link)
-        slowest = max(float(seconds[start, end]) for start, end in pairwise(cuts))
+        memory = _memories(shape, cuts)
+    return _timed(problem, shape, cuts, memory)
+
+
+def _fastest_cut(
+    problem: ParallelProblem, shape: InterleavedShape, limit: float, work: "_Work"
+) -> Interleaved | None:
+    """The fastest cut that fits under ``limit`` seconds, of all."""
+    option, chunks, best = shape.option, shape.num_chunks, None
+    last, seconds = len(option.seconds) - 1, _chunk_seconds(option, shape.link)
+    inner = np.array([*combinations(range(1, last), chunks - 1)], dtype=int)
+    ends = np.ones((len(inner), 1), dtype=int)
+    cuts = np.hstack([0 * ends, inner, last * ends])  # [cuts, chunks + 1]
+    passes = shape.passes * seconds[cuts[:, :-1], cuts[:, 1:]].max(axis=1)
+    least = passes + 2 * np.array(option.output_seconds)[inner].sum(axis=1)
+    room = inf if option.memory_bytes is None else option.memory_bytes * ROOM
+    # What updates and reductions take is counted for cuts whose passes leave them room.
+    for place in np.argsort(least, kind="stable"):
+        if least[place] >= limit:
+            break
+        work.cuts -= 1
+        work.effort.check()
+        found = _timed(problem, shape, tuple(cuts[place].tolist()), ())
+        if found.step_seconds < limit and max(memory := _memories(shape, found.cuts)) <= room:
+            best, limit = replace(found, memory_bytes=memory), found.step_seconds
+    return best
+
+
+def _timed(
+    problem: ParallelProblem,
+    shape: InterleavedShape,
+    cuts: tuple[int, ...],
+    memory: tuple[float, ...],
+) -> Interleaved:
+    """The plan of a cut, whose positions hold so many bytes."""
+    option, positions = shape.option, shape.num_positions
+    seconds = _chunk_seconds(option, shape.link)
+    slowest = max(float(seconds[start, end]) for start, end in pairwise(cuts))
     # The weights of chunks of a device are updated and reduced together.
     updates = tuple(option.updates[end] - option.updates[start] for start, end in pairwise(cuts))
     reduces = tuple(_reduces(problem, shape, cuts))
@@ -364,7 +407,7 @@ def _reduces(
             ring = bucketed_ring_seconds(own, replicas, shape.link, problem.bucket_bytes)
             yield ring_rounds(problem) / 2 * ring
             continue
-        _, largest, once = shared_seconds(units, replicas, (shape.link,))
+        _, largest, once = transfers_of(shape.option, (shape.link,))
         # A step ends with the backward pass of a position's first chunk. The last reduction of the
         # others hides behind it.
         hidden = largest[chunk] if number >= shape.num_positions else 0.0
@@ -391,9 +434,14 @@ def _even_cuts(shape: InterleavedShape, slowest: float, effort: Effort) -> tuple
 
 @dataclass(slots=True)
 class _Work:
-    """Nodes that searches for cuts that fit may still visit, over all shapes; when to stop."""
+    """What may still be done over all shapes.
+
+    ``nodes`` that searches for cuts that fit may visit, and ``cuts`` that may be timed; when to
+    stop.
+    """
 
     nodes: int
+    cuts: int
     effort: Effort
 
 

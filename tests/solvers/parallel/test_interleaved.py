@@ -132,7 +132,7 @@ def every_interleaved(problem: ParallelProblem) -> Iterator[Plan]:
 @settings(max_examples=examples(40))
 @given(problems())
 @pytest.mark.slow
-def test_no_interleaved_plan_is_faster_than_the_bound(problem: ParallelProblem) -> None:
+def test_no_interleaved_plan_is_faster(problem: ParallelProblem) -> None:
     least = min((counted_step(p, problem) for p in every_interleaved(problem)), default=None)
     try:
         plan = solve(problem)
@@ -146,7 +146,7 @@ def test_no_interleaved_plan_is_faster_than_the_bound(problem: ParallelProblem) 
     assert bound is not None
     assert bound <= least * (1 + 1e-9)
     assert not is_proved(problem, least * (1 + 1e-6), ())
-    assert plan.predicted.step_seconds >= least * (1 - 1e-9)
+    assert plan.predicted.step_seconds == pytest.approx(least, rel=1e-9)
     both = replace(problem, num_model_chunks=(1, *problem.num_model_chunks))
     best = solve(both)
     assert check(best, both) == []
