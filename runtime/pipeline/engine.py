@@ -726,7 +726,8 @@ class PipelineEngine:
         work, tensors = self._work, [t for t in tensors_in(answer) if t.requires_grad]
         if not tensors or not any(work.recomputes(number) for number in range(len(work.stages))):
             return None
-        return sum((tensor.sum() * 0 for tensor in tensors[1:]), tensors[0].sum() * 0)
+        nothing: Tensor = sum((t.sum() * 0 for t in tensors[1:]), tensors[0].sum() * 0)
+        return nothing
 
     def backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
         """Run a backward pass, or half of one; see ``StagePasses``."""

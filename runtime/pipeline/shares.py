@@ -227,8 +227,8 @@ class StageShares(Units):
             unit.free(shows=False)
         self._rest.wait()
         self._rest.await_gradients()
-        if unit := self._begins_with(first):
-            self._units[unit].gather()
+        if name := self._begins_with(first):
+            self._units[name].gather()
         self._trains, self._has_idled = True, False
 
     def _begins_with(self, operation: Operation) -> str:
