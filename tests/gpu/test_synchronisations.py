@@ -10,7 +10,6 @@ from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.tests.launcher.elastic_runs import plan_of
 from hetflow.tests.parallel_plans import parallel_plan
-from hetflow.tests.plan_parts import with_replicas
 from hetflow.tests.runtime.test_pipeline import BRANCH2, CHAIN2, CHAIN4, make_plan
 from hetflow.tests.runtime.test_tensor import FIRST, LAST, WHOLE
 from hetflow.tests.testing.hosts import GpuHost
@@ -132,6 +131,7 @@ STEPS = {
     "replicas": "gpt:2",
     "unlike": "gpt:",
     "weights": "gpt:2",
+    "chunks": "chain:2",
 }
 DEGREES = {
     "parallel": [(FIRST, (2,)), (LAST, (2,))],
@@ -151,9 +151,15 @@ def plan_on(kind: str, name: str) -> Plan:
             own = (replace(r, device_type=kind, state_share_bytes=share) for r in s.replicas)
             stages.append(replace(s, replicas=tuple(own), shard=shard))
         return replace(plan, stages=tuple(stages))
-    layers = {"1f1b": BRANCH2, "interleaved": CHAIN4}.get(name, CHAIN2)
-    made = make_plan(name, layers, (2, 2), 8 if name == "interleaved" else 6)
-    return replace(made, stages=tuple(with_replicas(s, device_type=kind) for s in made.stages))
+    shares = (1, 1) if name == "chunks" else ()
+    schedule = "interleaved" if shares else name
+    layers = {"1f1b": BRANCH2, "interleaved": CHAIN4}.get(schedule, CHAIN2)
+    made = make_plan(schedule, layers, (2, 2), 8 if schedule == "interleaved" else 6, shares=shares)
+    stages = []
+    for stage in made.stages:
+        own = tuple(replace(group, device_type=kind) for group in stage.replicas)
+        stages.append(replace(stage, replicas=own))
+    return replace(made, stages=tuple(stages))
 
 
 def test_no_worker_of_a_pipeline_waits_for_its_device(gpus: GpuHost) -> None:
