@@ -242,7 +242,7 @@ def question_of(asked: SolveRequest, pool: Cluster | None = None) -> Question:
     trains = asked.optimizer
     optimizer = named_optimizer(trains) if isinstance(trains, str) else trains
     if asked.masters:
-        known = [p.optimizer for p in profiles if p.device_type in pool.num_devices]
-        optimizer = optimizer or next((each for each in known if each is not None), None)
+        measured = [p.optimizer for p in profiles if p.device_type in pool.num_devices]
+        optimizer = optimizer or next((each for each in measured if each is not None), None)
         optimizer = optimizer and optimizer.with_masters()
     return Question(asked, profiles, pool, optimizer, used)

@@ -302,9 +302,9 @@ class Flat:
         ends = list(accumulate(shape.numel() for shape in self.shapes))
         self.bounds = list(pairwise([0, *ends]))
         low, high = self.part = parts_of(cuts, kept)[sharers.number]
-        kept, gathered = types.kept_of(first), types.gathered_of(first)
-        self.has_masters, self._reduced = kept != gathered, types.reduced or gathered
-        self._is_kept_as_given = kept == first.dtype
+        own_type, gathered = types.kept_of(first), types.gathered_of(first)
+        self.has_masters, self._reduced = own_type != gathered, types.reduced or gathered
+        self._is_kept_as_given = own_type == first.dtype
         whole = torch.empty(ends[-1], dtype=first.dtype, device=sharers.place.device)
         for (start, end), (_, parameter) in zip(self.bounds, members, strict=True):
             whole[start:end].view(parameter.shape).copy_(parameter.detach())
@@ -314,7 +314,7 @@ class Flat:
             peers.broadcast(sent, src=sharers.ranks[0], group=sharers.group)
         own, self._whole = whole[low:high], whole.to(gathered)
         self._shows_own = keeps_whole and not self.has_masters
-        self._own = own if self._shows_own else own.to(kept, copy=True)
+        self._own = own if self._shows_own else own.to(own_type, copy=True)
         self._sums: Tensor | None = None  # of this worker's own part; at the end of what it keeps
         self._before: dict[int, Tensor] = {}  # gradients of earlier steps
         self._gradient: Tensor | None = None
