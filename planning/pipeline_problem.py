@@ -15,7 +15,7 @@ from ..schema.problem import Problem
 from ..schema.profile import LayerGraph, LayerNode, MemoryReserve, Profile
 from ..schema.schedule import DEFAULT_SCHEDULE, traits
 from .costs.compute import busy_ratio
-from .costs.memory import exchange_bytes, reserve_of, with_reserve, workspaces
+from .costs.memory import WAITING_BYTES, exchange_bytes, reserve_of, with_reserve, workspaces
 from .links import LinkSource, Pair, PoolLinks, links_of, measured_between
 from .pool_parts import Key, Keys
 
@@ -318,6 +318,7 @@ def _pool(
         memory_bytes=profile.device_memory_bytes,
         workspace_bytes=_workspace(profile, graph),
         base_memory_bytes=profile.base_memory_bytes,
+        **_for_a_while(profile, graph, read.optimizer),
         **measured,
     )
 
@@ -343,6 +344,20 @@ def _step_error(profiles: Sequence[Profile]) -> float | None:
     found = [profile.pipeline.step_error for profile in profiles if profile.pipeline is not None]
     found += [profile.estimate.step_error for profile in profiles if profile.estimate is not None]
     return max((error for error in found if error is not None), default=None)
+
+
+def _for_a_while(profile: Profile, graph: LayerGraph, optimizer: OptimizerState) -> dict[str, Any]:
+    """What updates, first gradients and messages take for a while, as far as it was measured."""
+    if not workspaces(graph):
+        return {}
+    # Where the allocator keeps an update's workspace apart, ``_workspace`` has it.
+    is_apart = profile.update_workspace_bytes is not None
+    ratio = optimizer.workspace_bytes_per_weight_byte
+    return {
+        "update_bytes_per_weight_byte": 0.0 if is_apart else ratio or 0.0,
+        "waiting_bytes": 0 if is_apart else WAITING_BYTES,
+        "copies_messages": True,
+    }
 
 
 def _workspace(profile: Profile, graph: LayerGraph) -> int:

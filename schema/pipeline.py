@@ -60,7 +60,10 @@ class DevicePool:
     ``workspace_bytes`` of it are reserved for temporary memory: that of the largest layer's passes,
     and on a CPU also that of the optimizer update. ``base_memory_bytes`` is what a worker holds
     before the model exists, if it counts against the device's memory (0 on a GPU). None, as in
-    older profiles, leaves both out of a stage's stated memory.
+    older profiles, leaves both out of a stage's stated memory. An update takes
+    ``update_bytes_per_weight_byte`` for a while, in place of activations. Of a step's first
+    gradients up to ``waiting_bytes`` wait until they are summed. ``copies_messages`` says that
+    messages on their way are there once more.
 
     Fixed costs: ``pass_seconds`` is the cost of every forward and every backward pass of a stage
     beyond its layers. ``lone_pass_seconds`` is the same if one stage holds all layers and the
@@ -84,6 +87,9 @@ class DevicePool:
     memory_bytes: PositiveBytes | None = None
     workspace_bytes: Bytes = 0
     base_memory_bytes: Bytes | None = None
+    update_bytes_per_weight_byte: Ratio = 0.0
+    waiting_bytes: Bytes = 0
+    copies_messages: bool = False
     pass_seconds: Seconds = 0.0
     fixed_seconds: Seconds = 0.0
     reduce_latency_seconds: Seconds = 0.0

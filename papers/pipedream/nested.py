@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from ...planning.costs.pipeline import (
     boundary_seconds,
+    largest_message_bytes,
     num_in_flight,
     overheads,
+    replica_moments,
     slowest_links,
     stage_bytes,
     weight_versions,
@@ -844,13 +846,19 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         _devices(problem, path, device),
         memory_bytes=round(
             stage_bytes(
+                replica_moments(
+                    problem,
+                    pool,
+                    replicas[index],
+                    in_flight,
+                    versions,
+                    largest_message_bytes=largest_message_bytes(problem),
+                    recompute=False,
+                ),
                 ranges.total(ranges.weights, block),
+                0.0,
                 ranges.total(ranges.activations, block),
                 float(ranges.crossing[block.first - 1]) if block.first else 0.0,
-                in_flight,
-                versions,
-                problem.optimizer.state_bytes_per_weight_byte,
-                recompute=False,
             )
         )
         + worker_bytes(pool),

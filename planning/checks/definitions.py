@@ -6,7 +6,9 @@ version here. The code is slow and simple on purpose; only the record classes ar
 
 from collections.abc import Collection, Sequence
 from math import log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...schema.parallel import LinkCurve
 from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
@@ -199,31 +201,52 @@ def weight_versions(schedule: str, num_in_flight: int) -> int:
 
 
 def replica_bytes(
-    weight_bytes: float,
-    kept_bytes: float,
-    input_bytes: float,
+    problem: PipelineProblem,
+    pool: DevicePool,
+    stage: tuple[Any, Any, Any, Any],
     held: tuple[int, int],
-    state_bytes_per_weight_byte: float,
+    num_replicas: int,
     *,
+    widest_bytes: int,
     recompute: bool,
-) -> float:
-    """Bytes of memory of one replica of a stage.
+) -> Any:
+    """Bytes of memory of one replica of a stage, or of an array of stages.
 
     Args:
-        weight_bytes: Bytes of its weights, copies of tied weights included.
-        kept_bytes: Bytes that its layers keep for the backward pass of one microbatch.
-        input_bytes: Bytes that it receives for one microbatch.
+        problem: Gives the optimizer's state.
+        pool: The replica's devices.
+        stage: Bytes of its weights, with copies of tied ones; of weights that other stages use too;
+            that its layers keep for one microbatch's backward pass; and of what it receives for it.
         held: Microbatches in flight, and weight versions.
-        state_bytes_per_weight_byte: Optimizer state per byte of weights.
+        num_replicas: Of the stage.
+        widest_bytes: ``widest_cut``.
         recompute: Whether the stage keeps only its inputs and recomputes activations.
     """
-    num_in_flight, versions = held
-    all_versions = versions * weight_bytes
-    gradients = weight_bytes
-    state = state_bytes_per_weight_byte * weight_bytes
-    inputs = num_in_flight * input_bytes
-    activations = kept_bytes if recompute else num_in_flight * kept_bytes
-    return all_versions + gradients + state + inputs + activations
+    (weights, shared, kept, received), (num_in_flight, versions) = stage, held
+    state = problem.optimizer.state_bytes_per_weight_byte
+    standing = (versions + 1 + state) * weights  # with gradients
+    passing = standing + num_in_flight * received + (1 if recompute else num_in_flight) * kept
+    if pool.copies_messages:
+        # Of each microbatch in flight both messages, and two gradients.
+        passing = passing + (num_in_flight + 1) * (received + widest_bytes)
+    waiting = weights if num_replicas > 1 else shared
+    passing = passing + np.minimum(waiting, pool.waiting_bytes)
+    return np.maximum(passing, standing + pool.update_bytes_per_weight_byte * weights)
+
+
+def widest_cut(problem: PipelineProblem) -> int:
+    """The most bytes that layers, in their own order, send to any layers behind a cut."""
+    read_last: dict[int, int] = {}
+    for source, target in problem.links:
+        read_last[source] = max(target, read_last.get(source, 0))
+    return max(
+        sum(
+            problem.layers[source].activation_bytes
+            for source, target in read_last.items()
+            if source < cut <= target
+        )
+        for cut in range(len(problem.layers))
+    )
 
 
 def stage_seconds(

@@ -249,15 +249,22 @@ def stage_memory(plan: Plan, problem: PipelineProblem, index: int) -> float:
     in_flight, versions = _held(plan, problem, index)
     inside = set(stage.layers)
     mine = [layer for layer in problem.layers if layer.id in inside]
-    copied, _ = definitions.tied_bytes(problem.layers, inside)
-    return definitions.replica_bytes(
-        sum(layer.weight_bytes for layer in mine) + copied,
-        sum(layer.kept_bytes for layer in mine),
-        crossing_bytes(plan, problem, index),
+    copied, shared = definitions.tied_bytes(problem.layers, inside)
+    needed: float = definitions.replica_bytes(
+        problem,
+        _pool(problem, stage),
+        (
+            sum(layer.weight_bytes for layer in mine) + copied,
+            shared,
+            sum(layer.kept_bytes for layer in mine),
+            crossing_bytes(plan, problem, index),
+        ),
         (in_flight, versions),
-        problem.optimizer.state_bytes_per_weight_byte,
+        stage.num_replicas,
+        widest_bytes=definitions.widest_cut(problem),
         recompute=plan.recomputes,
     )
+    return needed
 
 
 def _held(plan: Plan, problem: PipelineProblem, index: int) -> tuple[int, int]:

@@ -143,6 +143,7 @@ class _Model:
         if not problem.traits.flushes:
             self.is_stage &= self.split == 0
         self.weights = self._sums([layer.weight_bytes for layer in problem.layers])
+        self.widest = definitions.widest_cut(problem)
         self.kept = self._sums([layer.kept_bytes for layer in problem.layers])
         sent = np.array([layer.activation_bytes for layer in problem.layers], np.float64)
         self.inputs = (self._senders() @ sent)[:, None]  # [first, 1]
@@ -281,13 +282,15 @@ class _Model:
             flushes = problem.traits.flushes and problem.stage_cost == "ring"
             figure = np.maximum(figure, before * (count - 1) / count if flushes else before)
         held = definitions.in_flight(problem.schedule, workers, replicas, count)
-        own: Any = weights + self.copied
-        kept: Any = self.kept
-        inputs: Any = self.inputs
         versions = definitions.weight_versions(problem.schedule, held)
-        state = problem.optimizer.state_bytes_per_weight_byte
         used = definitions.replica_bytes(
-            own, kept, inputs, (held, versions), state, recompute=self.recompute
+            problem,
+            pool,
+            (weights + self.copied, self.split, self.kept, self.inputs),
+            (held, versions),
+            replicas,
+            widest_bytes=self.widest,
+            recompute=self.recompute,
         )
         beside = pool.workspace_bytes + (pool.base_memory_bytes or 0)
         fits = self.is_stage.copy()

@@ -477,10 +477,17 @@ def _pool_terms(
     if traits(view.schedule).splits_backward:
         halved = [node for node in ordered if node.input_gradient_share is not None]
     halved = halved if len(halved) == len(ordered) else []
+    taken = _workspaces(graph)
+    # An update that takes memory of its own beside passes is set aside.
+    counts_update = taken and profile.update_workspace_bytes is None
+    update = view.optimizer.workspace_bytes_per_weight_byte or 0.0
     return {
+        "update_bytes_per_weight_byte": update if counts_update else 0.0,
+        "waiting_bytes": 25 << 20 if counts_update else 0,
+        "copies_messages": bool(taken),
         "memory_bytes": _device_bytes(problem.pool, profile),
         "base_memory_bytes": (base or 0) + beside if beside else base,
-        "workspace_bytes": max(_workspaces(graph).values(), default=0)
+        "workspace_bytes": max(taken.values(), default=0)
         + (profile.update_workspace_bytes or 0)
         + _exchange_bytes(profile),
         "forward_seconds": tuple(slowed * node.forward_seconds for node in ordered),

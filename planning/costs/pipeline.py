@@ -24,8 +24,9 @@ of every message, of every step (``Overheads``). The papers' two prices know non
 """
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 from math import ceil, inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from ...schema.schedule import traits
@@ -201,34 +202,94 @@ def kept_per_weight_byte(versions: int, state_bytes_per_weight_byte: float) -> f
     return versions + 1 + state_bytes_per_weight_byte
 
 
-def stage_bytes(
-    weight_bytes: float,
-    activation_bytes: float,
-    input_bytes: float,
+class ReplicaBytes(NamedTuple):
+    """Bytes of a stage's replica at one moment, per byte of what the stage is made of."""
+
+    per_weight: float
+    per_tied: float
+    """Of weights that other stages use too."""
+    per_activation: float
+    per_input: float
+    fixed: float
+
+    def of(self, weight: Any, tied: Any, activation: Any, inputs: Any) -> Any:
+        """Bytes of stages of so many bytes of weights, tied ones, activations and inputs."""
+        passing = self.per_weight * weight + self.per_activation * activation
+        return passing + self.per_tied * tied + (self.per_input * inputs + self.fixed)
+
+
+def replica_moments(
+    problem: PipelineProblem,
+    pool: DevicePool,
+    num_replicas: int,
     in_flight: int,
     versions: int,
-    state_bytes_per_weight_byte: float,
     *,
+    largest_message_bytes: float,
     recompute: bool,
-) -> float:
-    """Memory of one replica (thesis 2.4.3, 3.2.1 and 3.3.3).
+) -> tuple[ReplicaBytes, ReplicaBytes, ReplicaBytes]:
+    """When a stage's replica may hold most (thesis 2.4.3, 3.2.1 and 3.3.3); see ``stage_bytes``.
 
-    Weight versions, gradients and optimizer state; the stage's input for every microbatch in
-    flight; its activations for every one too, or for one alone with recomputation.
+    In passes, with all of its gradients that wait to be summed or with as many as may wait; and in
+    an update. Always weight versions, gradients and optimizer state. In passes also the input of
+    every microbatch in flight, and its activations: of every one too, or of one alone with
+    recomputation. Gradients wait of all weights where there are other replicas, else of tied ones.
+    Where messages are copied, a microbatch's input and output are there once more, and so are a
+    gradient that has come and one that leaves. Every output counts as ``largest_message_bytes``. So
+    a stage that ends at a later cut is never smaller, which the searches rely on.
+    """
+    state = problem.optimizer.state_bytes_per_weight_byte
+    kept, copies = kept_per_weight_byte(versions, state), int(pool.copies_messages)
+    passing = ReplicaBytes(
+        per_weight=kept,
+        per_tied=0,
+        per_activation=1 if recompute else in_flight,
+        per_input=in_flight + copies * (in_flight + 1),
+        fixed=copies * (in_flight + 1) * largest_message_bytes,
+    )
+    is_summed = int(num_replicas > 1)
+    return (
+        passing._replace(per_weight=kept + is_summed, per_tied=1 - is_summed),
+        passing._replace(fixed=passing.fixed + pool.waiting_bytes),
+        ReplicaBytes(kept + pool.update_bytes_per_weight_byte, 0, 0, 0, 0),
+    )
+
+
+def stage_bytes(
+    moments: tuple[ReplicaBytes, ReplicaBytes, ReplicaBytes],
+    weight_bytes: float,
+    tied_bytes: float,
+    activation_bytes: float,
+    input_bytes: float,
+) -> float:
+    """Memory of one replica of a stage: max(min(first, second), third) of its moments.
 
     Args:
-        weight_bytes: w of the stage.
+        moments: From ``replica_moments``.
+        weight_bytes: w of the stage, with copies of weights that other stages hold.
+        tied_bytes: Of weights that other stages use too.
         activation_bytes: What its layers keep for the backward pass, for one microbatch: measured,
             or all their outputs.
         input_bytes: What crosses into the stage, for one microbatch.
-        in_flight: From ``num_in_flight``.
-        versions: From ``weight_versions``.
-        state_bytes_per_weight_byte: Optimizer state per byte of weights.
-        recompute: Whether activations are computed again in the backward pass.
     """
-    stashes = 1 if recompute else in_flight
-    kept = kept_per_weight_byte(versions, state_bytes_per_weight_byte) * weight_bytes
-    return kept + stashes * activation_bytes + in_flight * input_bytes
+    stage = weight_bytes, tied_bytes, activation_bytes, input_bytes
+    some, full, updating = (moment.of(*stage) for moment in moments)
+    return float(max(min(some, full), updating))
+
+
+def largest_message_bytes(problem: PipelineProblem) -> int:
+    """The most that one microbatch sends over a cut in the layers' own order."""
+    last = dict.fromkeys(range(len(problem.layers)), 0)
+    for source, target in problem.links:
+        last[source] = max(last[source], target)
+    sent = [layer.activation_bytes for layer in problem.layers]
+    # An output crosses all cuts from behind its layer to its last reader.
+    change = [0] * (len(sent) + 1)
+    for source, target in last.items():
+        if target:
+            change[source] += sent[source]
+            change[target] -= sent[source]
+    return max(accumulate(change))
 
 
 def worker_bytes(pool: DevicePool) -> int:

@@ -155,7 +155,7 @@ def stage_between(
         problem,
         pool,
         devices,
-        memory_bytes=round(costs.stage_memory(first, last, *held))
+        memory_bytes=round(costs.stage_memory(first, last, number, replicas, held))
         + (0 if is_further else worker_bytes(pool)),
         layers=names_between(problem, costs, first, last),
         num_in_flight=held[0],

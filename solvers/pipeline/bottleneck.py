@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...planning.costs.pipeline import ReplicaBytes
 from ...schema.pipeline import PipelineProblem
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from .cuts import Floats
@@ -110,35 +111,33 @@ class MoveLine:
         self.limited = any(limit is not None for limit in limits)
         if not self.limited:
             return
-        self.stash_rows, number = moves.numbered("num_replicas", "workers")
-        stash = [self.costs.stashed(m, workers) for m, workers in self.stash_rows]
-        terms = np.array([self.costs.memory_terms(*entry) for entry in stash], np.float64)
-        self.in_flight = np.array([entry[0] for entry in stash], np.float64)[number]
-        self.per_weight, self.stashes = terms[number, 0], terms[number, 1]
-        of_pool = np.array([np.inf if limit is None else limit + extra_bytes for limit in limits])
-        self.limit = of_pool[moves.pool]
-        self._memory_floor(of_pool, terms, np.array([entry[0] for entry in stash], np.float64))
-
-    def _memory_floor(self, limits: Floats, terms: Floats, in_flight: Floats) -> None:
-        """[combinations, cuts]: the least cut from which a stage up to this one fits at all."""
-        cuts = self.costs.cuts
         # Few distinct rows first: rows of moves would take seconds to sort.
-        found, of_move = self.space.moves.numbered("pool", "num_replicas", "workers")
-        place = {row: index for index, row in enumerate(self.stash_rows)}
-        at = np.array([place[row[1:]] for row in found], np.int64)
-        pools = np.array([row[0] for row in found], np.int64)
-        rows = np.stack([terms[at, 0], terms[at, 1], in_flight[at], limits[pools]], axis=1)
-        kinds, number = np.unique(rows, axis=0, return_inverse=True)
-        self.memory_kind = number.reshape(-1)[of_move]
+        found, of_move = moves.numbered("pool", "num_replicas", "workers")
+        moments = [
+            (*self.costs.moments(pool, m, *self.costs.stashed(m, workers)), limit + extra_bytes)
+            for pool, m, workers in found
+            for limit in [np.inf if limits[pool] is None else limits[pool]]
+        ]
+        kinds = list(dict.fromkeys(moments))
+        place = {kind: number for number, kind in enumerate(kinds)}
+        self.memory_kind = np.array([place[kind] for kind in moments], np.int64)[of_move]
+        # [moments, terms, combinations, 1]
+        self.memory_terms = np.array([kind[:3] for kind in kinds]).transpose(1, 2, 0)[..., None]
+        self.memory_limit = np.array([kind[3] for kind in kinds])
         self.floor = np.full((len(kinds), self.size + 1), self.size, np.int64)
-        for index, (per_weight, stashes, flying, limit) in enumerate(kinds):
-            # A stage from c to e fits where own[e] - own[c] + flying x crossing[c] <= limit. The
-            # running maximum finds the first c that may do; where crossing tensors make a later
-            # one fail, ``_fit`` looks on.
+        for index, (*three, limit) in enumerate(kinds):
             self.effort.check()
-            own = per_weight * cuts.weight_bytes + stashes * cuts.activation_bytes
-            best = np.maximum.accumulate(own - flying * cuts.crossing_bytes)
-            self.floor[index, :-1] = np.searchsorted(best, own - limit)
+            some, full, updating = (self._memory_floor(moment, limit) for moment in three)
+            self.floor[index, :-1] = np.maximum(np.minimum(some, full), updating)
+
+    def _memory_floor(self, moment: ReplicaBytes, limit: float) -> Ints:
+        """[cuts]: the least cut from which a stage up to this one fits at all at a moment."""
+        # A stage from c to e fits where own[e] - own[c] + entered[c] <= limit. The running maximum
+        # finds the first c that may do; where crossing tensors make a later one fail, ``_fit``
+        # looks on.
+        own = self.costs.memory_curve(moment)
+        entered = moment.per_input * self.costs.cuts.crossing_bytes + moment.fixed
+        return np.searchsorted(np.maximum.accumulate(own - entered), own - limit)
 
     def _batches(self) -> None:
         totals = np.array([sum(state.used) for state in self.space.states], np.int64)
@@ -265,13 +264,15 @@ class MoveLine:
     def _fits(self, moves: Ints, tried: Ints, last: Ints) -> NDArray[np.bool_]:
         cuts = self.costs.cuts
         first, end = np.minimum(tried, self.size - 1), last[:, None]
-        used = (
-            self.per_weight[moves, None] * (cuts.weight_bytes[end] - cuts.weight_bytes[first])
-            + self.stashes[moves, None]
-            * (cuts.activation_bytes[end] - cuts.activation_bytes[first])
-            + self.in_flight[moves, None] * cuts.crossing_bytes[first]
+        kinds = self.memory_kind[moves]
+        weights = cuts.weight_bytes[end] - cuts.weight_bytes[first]
+        activations = cuts.activation_bytes[end] - cuts.activation_bytes[first]
+        some, full, updating = (
+            ReplicaBytes(*terms[:, kinds]).of(weights, 0.0, activations, cuts.crossing_bytes[first])
+            for terms in self.memory_terms
         )
-        found: NDArray[np.bool_] = used <= self.limit[moves, None]
+        used = np.maximum(np.minimum(some, full), updating)
+        found: NDArray[np.bool_] = used <= self.memory_limit[kinds, None]
         return found
 
     def _walk(self, state: int, least: Ints, kept: list[list[Ints]]) -> list[PlacedStage]:
@@ -420,6 +421,7 @@ class _Table:
         stash = self.costs.stashed(move.num_replicas, move.workers)
         if (*key, *stash) not in self.limited:
             seconds = self.seconds[key].copy()
-            seconds[self.costs.own_bytes(*stash) > limit + self.extra_bytes] = np.inf
+            used = self.costs.own_bytes(move.pool, move.num_replicas, *stash)
+            seconds[used > limit + self.extra_bytes] = np.inf
             self.limited[(*key, *stash)] = seconds
         return self.limited[(*key, *stash)]

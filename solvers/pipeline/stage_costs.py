@@ -7,11 +7,13 @@ import numpy as np
 
 from ...planning.costs.pipeline import (
     AllReduce,
+    ReplicaBytes,
     all_reduce,
     boundary_seconds,
-    kept_per_weight_byte,
+    largest_message_bytes,
     num_in_flight,
     overheads,
+    replica_moments,
     rounds,
     slowest_of_all,
     stage_bytes,
@@ -77,6 +79,7 @@ class StageCosts:
             ]
         )
         self.total_weight = float(cuts.weight_bytes[-1])
+        self.largest_message_bytes = largest_message_bytes(problem)
         self.is_line = self._is_line()
 
     def slopes(self, pool: int, num_replicas: int, span: int) -> Slopes:
@@ -168,7 +171,11 @@ class StageCosts:
         if self.cuts.before is not None or self.cuts.copied_bytes is None:
             return self.cuts.before is None
         held = self.cuts.weight_bytes[None, :] + self.cuts.copied_bytes
-        return self.problem.traits.flushes and bool(np.triu(np.diff(held, axis=1)).min() >= 0)
+        # With all its users a weight is shared no more, and its gradient does not wait.
+        waits = any(pool.waiting_bytes for pool in self.problem.pools)
+        tables = [held, held + self.cuts.split_bytes] if waits else [held]
+        grows = all(np.triu(np.diff(table, axis=1)).min() >= 0 for table in tables)
+        return self.problem.traits.flushes and grows
 
     def between(self) -> Mask:
         """[cuts, cuts]: whether a stage may lie between two cuts."""
@@ -181,13 +188,45 @@ class StageCosts:
             found = found & (self.cuts.split_bytes == 0)
         return found
 
-    def own_bytes(self, in_flight: int, versions: int) -> Floats:
+    def own_bytes(self, pool: int, num_replicas: int, in_flight: int, versions: int) -> Floats:
         """[cuts, cuts] memory of one replica of a stage between two cuts, its inputs included."""
+        some, full, updating = (
+            self._table(moment) for moment in self.moments(pool, num_replicas, in_flight, versions)
+        )
+        found: Floats = np.maximum(np.minimum(some, full), updating)
+        return found
+
+    def _table(self, moment: ReplicaBytes) -> Floats:
+        """[cuts, cuts] bytes at a moment."""
         cuts = self.cuts
-        state, stashes = self.memory_terms(in_flight, versions)
-        own = state * cuts.weight_bytes + stashes * cuts.activation_bytes
-        found: Floats = own[None, :] - own[:, None] + (in_flight * cuts.crossing_bytes)[:, None]
-        return found if cuts.copied_bytes is None else found + state * cuts.copied_bytes
+        curve = self.memory_curve(moment)
+        entered = moment.per_input * cuts.crossing_bytes + moment.fixed
+        found: Floats = curve[None, :] - (curve - entered)[:, None]
+        if cuts.copied_bytes is None or cuts.split_bytes is None:
+            return found
+        return found + moment.per_weight * cuts.copied_bytes + moment.per_tied * cuts.split_bytes
+
+    def memory_curve(self, moment: ReplicaBytes) -> Floats:
+        """[cuts] bytes of which the difference is what a stage's own layers take at a moment."""
+        cuts = self.cuts
+        found: Floats = (
+            moment.per_weight * cuts.weight_bytes + moment.per_activation * cuts.activation_bytes
+        )
+        return found
+
+    def moments(
+        self, pool: int, num_replicas: int, in_flight: int, versions: int
+    ) -> tuple[ReplicaBytes, ReplicaBytes, ReplicaBytes]:
+        """``replica_moments`` of a stage on devices of a pool."""
+        return replica_moments(
+            self.problem,
+            self.problem.pools[pool],
+            num_replicas,
+            in_flight,
+            versions,
+            largest_message_bytes=self.largest_message_bytes,
+            recompute=self.recompute,
+        )
 
     def tied_seconds(self, first: int, last: int, num_replicas: int) -> float:
         """The all-reduce of a stage's weights that other stages hold too."""
@@ -206,32 +245,29 @@ class StageCosts:
         in_flight = num_in_flight(problem.schedule, workers, num_replicas, problem.num_microbatches)
         return in_flight, weight_versions(problem.schedule, in_flight)
 
-    def stage_memory(self, first: int, last: int, in_flight: int, versions: int) -> float:
-        """Bytes of one replica of the stage between two cuts."""
+    def stage_memory(
+        self, first: int, last: int, pool: int, num_replicas: int, held: tuple[int, int]
+    ) -> float:
+        """Bytes of one replica of the stage between two cuts.
+
+        ``held`` are its microbatches in flight and its weight versions.
+        """
         cuts = self.cuts
         copied = 0.0 if cuts.copied_bytes is None else float(cuts.copied_bytes[first, last])
         return stage_bytes(
+            self.moments(pool, num_replicas, *held),
             float(cuts.weight_bytes[last] - cuts.weight_bytes[first]) + copied,
+            0.0 if cuts.split_bytes is None else float(cuts.split_bytes[first, last]),
             float(cuts.activation_bytes[last] - cuts.activation_bytes[first]),
             float(cuts.crossing_bytes[first]),
-            in_flight,
-            versions,
-            self.problem.optimizer.state_bytes_per_weight_byte,
-            recompute=self.recompute,
         )
 
     def lack_bytes(self, first: int, last: int, move: Move, workers: int | None = None) -> float:
         """Bytes that a replica of a placed stage lacks; what it leaves free is negative."""
         limit = self.problem.pools[move.pool].limit_bytes
         stash = self.stashed(move.num_replicas, workers or move.workers)
-        return self.stage_memory(first, last, *stash) - (np.inf if limit is None else limit)
-
-    def memory_terms(self, in_flight: int, versions: int) -> tuple[float, int]:
-        """Bytes that a byte of weights, and one of activations, costs a replica."""
-        kept = kept_per_weight_byte(versions, self.problem.optimizer.state_bytes_per_weight_byte)
-        # Recomputation keeps one microbatch's activations at a time; what crosses into the stage
-        # is counted apart.
-        return kept, 1 if self.recompute else in_flight
+        used = self.stage_memory(first, last, move.pool, move.num_replicas, stash)
+        return used - (np.inf if limit is None else limit)
 
 
 def boundary_weight(problem: PipelineProblem) -> float:

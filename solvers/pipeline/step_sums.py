@@ -43,6 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...planning.costs.comm import Wire, collective_seconds
+from ...planning.costs.pipeline import ReplicaBytes
 from ...planning.schedules.replay import StepStage, flush_step_seconds
 from ...schema.pipeline import PipelineProblem
 from ..effort import DEFAULT, Effort
@@ -205,20 +206,31 @@ class StepModel:
 
     def last_in_memory(self, kind: MoveKind) -> Ints:
         """[cuts] the last end of a stage that begins at each cut, of cuts in one line."""
-        key = (kind.pool, kind.in_flight, kind.versions)
+        key = self._held(kind)
         if key not in self._last_in_memory:
             cuts, limit = self.costs.cuts, self.problem.pools[kind.pool].limit_bytes
             if limit is None:
                 found = np.full(self.size, self.size - 1)
             elif cuts.copied_bytes is None:
-                state, stashes = self.costs.memory_terms(kind.in_flight, kind.versions)
-                own = state * cuts.weight_bytes + stashes * cuts.activation_bytes
-                most = own + limit - kind.in_flight * cuts.crossing_bytes
-                found = np.searchsorted(own, most, side="right") - 1
+                some, full, updating = (
+                    self._last_at(moment, limit) for moment in self.costs.moments(*key)
+                )
+                found = np.minimum(np.maximum(some, full), updating)
             else:
                 found = self._ends + self.room(kind).sum(axis=1)
             self._last_in_memory[key] = found
         return self._last_in_memory[key]
+
+    def _last_at(self, moment: ReplicaBytes, limit: float) -> Ints:
+        """[cuts] the last end of stages that take no more at a moment."""
+        own = self.costs.memory_curve(moment)
+        most = own + limit - (moment.per_input * self.costs.cuts.crossing_bytes + moment.fixed)
+        return np.searchsorted(own, most, side="right") - 1
+
+    @staticmethod
+    def _held(kind: MoveKind) -> tuple[int, int, int, int]:
+        """What the memory of a move's stage depends on: one replica, or with others."""
+        return kind.pool, min(kind.num_replicas, 2), kind.in_flight, kind.versions
 
     @cached_property
     def between(self) -> Mask:
@@ -230,9 +242,9 @@ class StepModel:
         limit = self.problem.pools[kind.pool].limit_bytes
         if limit is None:
             return self.between
-        key = (kind.pool, kind.in_flight, kind.versions)
+        key = self._held(kind)
         if key not in self._rooms:
-            used = self.costs.own_bytes(kind.in_flight, kind.versions)
+            used = self.costs.own_bytes(*key)
             self._rooms[key] = self.between & (used <= limit)
         return self._rooms[key]
 

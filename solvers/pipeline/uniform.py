@@ -267,7 +267,8 @@ class ShapeOption:
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Bytes of one replica of a stage between two cuts."""
-        return self.costs.stage_memory(first, last, *self.shape.held[stage])
+        layout, held = self.shape.layout, self.shape.held[stage]
+        return self.costs.stage_memory(first, last, self.pools[stage], layout.num_replicas, held)
 
     def fits(self, cut: Cut) -> bool:
         """Whether the stages of every device fit it together, and none splits a tied weight."""
@@ -292,7 +293,7 @@ class ShapeOption:
             limit, size = self.problem.pools[self.pools[stage]].limit_bytes, self.costs.cuts.size
             over = np.full((size, size), -1.0)
             if limit is not None:
-                kept = self.costs.own_bytes(*self.shape.held[stage])
+                kept = self._own_bytes(stage)
                 over = kept - limit / self.shape.num_chunks
             return np.where(self.costs.between(), over, np.inf)
 
@@ -307,6 +308,11 @@ class ShapeOption:
         if lack <= 0:
             return None
         return lack, needs(self.problem.pools[self.shape.layout.places[place].pool], used)
+
+    def _own_bytes(self, stage: int) -> Floats:
+        """[cuts, cuts] bytes of one replica where a stage lies between two cuts."""
+        replicas = self.shape.layout.num_replicas
+        return self.costs.own_bytes(self.pools[stage], replicas, *self.shape.held[stage])
 
     def matrix(self, stage: int, transfers: float, share: int) -> Floats:
         """[cuts, cuts] what a stage weighs; infinite where it breaks its share of the memory.
@@ -337,9 +343,7 @@ class ShapeOption:
         limit = self.problem.pools[pool].limit_bytes
         barred = ~self.costs.between()
         if limit is not None:
-            in_flight, versions = self.shape.held[stage]
-            used = self.costs.own_bytes(in_flight, versions)
-            barred |= used > limit / share
+            barred |= self._own_bytes(stage) > limit / share
         return np.where(barred, np.inf, found)
 
     def even_cut(self) -> Cut | None:

@@ -67,6 +67,33 @@ def test_the_optimizer_s_state_is_counted_once(
     assert check(plan, asked) == []
 
 
+# Two stages as above with Adam, and one of 400 MB on both devices, of which each has one microbatch
+# in flight.
+@pytest.mark.parametrize(
+    ("takes", "two", "alone"),
+    [
+        ({}, [4 * 200 + 40, 4 * 200 + 30], 4 * 400 + 40),
+        # In an update there are no activations.
+        ({"update_bytes_per_weight_byte": 1.0}, [5 * 200, 5 * 200], 5 * 400),
+        # Stages without other replicas and tied weights sum nothing.
+        ({"waiting_bytes": 25 * MB}, [4 * 200 + 40, 4 * 200 + 30], 4 * 400 + 40 + 25),
+        ({"waiting_bytes": 999 * MB}, [4 * 200 + 40, 4 * 200 + 30], 5 * 400 + 40),
+        # With two in flight 3 outputs; with one in flight 2, and 2 inputs.
+        ({"copies_messages": True}, [4 * 200 + 40 + 30, 4 * 200 + 30 + 40], 4 * 400 + 40 + 20),
+    ],
+)
+def test_what_is_there_for_a_while_is_counted(
+    takes: dict[str, Any], two: list[int], alone: int
+) -> None:
+    asked = problem(named_optimizer("adam"), 10**10)
+    asked = dataclasses.replace(asked, pools=(dataclasses.replace(asked.pools[0], **takes),))
+    on_both = dataclasses.replace(asked, num_stages=1, replication=True, workers="exactly")
+    for each, expected in ((asked, two), (on_both, [alone])):
+        plan = solve(each)
+        assert [stage.memory_bytes for stage in plan.stages] == [part * MB for part in expected]
+        assert check(plan, each) == []
+
+
 def test_a_plan_for_sgd_is_no_plan_for_adam() -> None:
     tight = problem(named_optimizer("sgd"), 500 * MB)
     plan = solve(tight)
@@ -143,7 +170,8 @@ def broken_everywhere(
 @pytest.mark.parametrize(
     ("name", "wrong", "fault"),
     [
-        ("stage_bytes", lambda found: 0.5 * found, "memory_bytes is"),
+        ("replica_moments", lambda found: (found[2],) * 3, "memory_bytes is"),
+        ("largest_message_bytes", lambda found: 2 * found, "memory_bytes is"),
         ("kept_per_weight_byte", lambda found: found - 2, "memory_bytes is"),
         ("num_in_flight", lambda found: found + 1, "memory_bytes is"),
         ("weight_versions", lambda found: found + 1, "memory_bytes is"),
@@ -158,7 +186,7 @@ def test_an_error_in_a_pipeline_s_costs_does_not_reach_its_judge(
 ) -> None:
     asked = problem(named_optimizer("adam"), 10**10, schedule="pipedream", workers="exactly")
     levels = (TopologyLevel(num_components=4, bytes_per_second=1e8),)
-    pools = (dataclasses.replace(asked.pools[0], levels=levels),)
+    pools = (dataclasses.replace(asked.pools[0], levels=levels, copies_messages=True),)
     asked = dataclasses.replace(asked, pools=pools, replication=True)
     assert check(solve(asked), asked) == []
     broken_everywhere(monkeypatch, costs, name, wrong)

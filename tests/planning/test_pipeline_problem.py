@@ -121,8 +121,10 @@ def test_measured_stashes_and_workspace_bound_the_memory():
     assert problem.pools[0].memory_bytes == 5 * 2**40
     assert problem.pools[0].workspace_bytes == 50 + 1000 + 1000
     plan = planned([told], "1xV100")
-    # Weights and gradients of three layers, and one microbatch in flight.
-    assert plan.stages[0].memory_bytes == 2 * 3 * 2000 + 3 * 300
+    # Weights and gradients of three layers, one microbatch in flight, and two messages.
+    assert plan.stages[0].memory_bytes == 2 * 3 * 2000 + 3 * 300 + 2 * 1000
+    (pool,) = problem.pools
+    assert (pool.copies_messages, pool.waiting_bytes) == (True, 25 << 20)
 
 
 def test_shared_weights_are_told_apart_from_a_layer_s_own():

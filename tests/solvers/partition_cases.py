@@ -77,6 +77,17 @@ REDUCTIONS = st.sampled_from(
     ]
 )
 """All-reduces: rings over links, slower than any link, slow to begin."""
+FOR_A_WHILE = st.sampled_from(
+    [
+        {},
+        {},
+        {"update_bytes_per_weight_byte": 2.0},
+        {"waiting_bytes": 4},
+        {"copies_messages": True},
+        {"update_bytes_per_weight_byte": 1.0, "waiting_bytes": 9, "copies_messages": True},
+    ]
+)
+"""What updates, first gradients and messages take of the memory for a while."""
 
 
 @st.composite
@@ -103,6 +114,7 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
                 fixed_seconds=draw(OWN),
                 **draw(PASSES),
                 **draw(REDUCTIONS),
+                **draw(FOR_A_WHILE),
             )
         )
     return PipelineProblem(
