@@ -487,10 +487,10 @@ def _gather(places: Any, original: Any, *values: Any, **options: Any) -> Any:
     tensor, group = (values[at] if len(values) > at else options.get(name) for name, at in places)
     if current is not None and isinstance(tensor, Tensor):
         number = torch.distributed.get_world_size(group)  # -1 outside of the group
-        own = torch.full((1,), tensor.numel(), device=tensor.device)
+        own = torch.full((), tensor.numel(), device=tensor.device)
         sizes = own.new_empty(max(number, 0))
         if number > 1:
-            torch.distributed.distributed_c10d.all_gather([*sizes.split(1)], own, group=group)
+            torch.distributed.distributed_c10d.all_gather([*sizes.unbind()], own, group=group)
         if number > 1 and len({*sizes.tolist()}) > 1:  # the host waits once, whatever the number
             raise TargetError(
                 "the script gathers tensors of unlike sizes: a plan's workers have unlike shares "
