@@ -243,7 +243,8 @@ class ShardedModel:
         *,
         sequence_parallel: bool = False,
     ) -> None:
-        self._forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
+        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self._hidden: list[tuple[nn.Module, Any]] = []  # while the forwards are installed
         self._opaque: list[tuple[nn.Module, Callable[..., Tensor]]] = []  # while it is traced
         self._sizes: list[tuple[nn.Module, str, int]] = []
         self._is_installed = False
@@ -279,18 +280,22 @@ class ShardedModel:
         tracers write the numbers that a forward reads into the graph as constants.
         """
         self._divide_sizes()
-        for module, forward in self._opaque:
-            module.forward = forward
-        if self._entry is not None:
-            self._entry[0].forward = self._entry[1]
+        hidden = self._replace(self._opaque)
         try:
             yield
         finally:
-            if self._entry is not None:
-                del self._entry[0].forward
-            for module, _ in self._opaque:
-                del module.forward
+            _put_back(hidden)
             self._restore_sizes()
+
+    def _replace(
+        self, forwards: list[tuple[nn.Module, Callable[..., Any]]]
+    ) -> list[tuple[nn.Module, Any]]:
+        """Set forwards on instances, the entry's too; what ``_put_back`` needs."""
+        made = [*forwards, *([] if self._entry is None else [self._entry])]
+        hidden = [(module, vars(module).get("forward")) for module, _ in made]
+        for module, forward in made:
+            module.forward = forward
+        return hidden
 
     def _divide_sizes(self) -> None:
         for module, attribute, degree in self._sizes:
@@ -316,11 +321,7 @@ class ShardedModel:
         """Make the modules compute with this worker's part of their parameters."""
         if self._is_installed:
             return
-        # On the instance, where it hides the class's forward; ``del`` shows that again.
-        for module, forward in self._forwards:
-            module.forward = forward
-        if self._entry is not None:
-            self._entry[0].forward = self._entry[1]
+        self._hidden = self._replace(self._forwards)
         self._divide_sizes()
         self._is_installed = True
 
@@ -328,10 +329,7 @@ class ShardedModel:
         """Make the modules compute with whole parameters again, as the script made them."""
         if not self._is_installed:
             return
-        for module, _ in self._forwards:
-            del module.forward
-        if self._entry is not None:
-            del self._entry[0].forward
+        _put_back(self._hidden)
         self._restore_sizes()
         self._is_installed = False
 
@@ -371,6 +369,18 @@ class ShardedModel:
         if self._spreads:
             return row_linear_to_tokens(input, _weight(module), module.bias, group)
         return row_linear(input, _weight(module), module.bias, group)
+
+
+def _put_back(hidden: Sequence[tuple[nn.Module, Any]]) -> None:
+    """Show the forwards that others have hidden: the class's, or what a script has set (not None).
+
+    In the opposite order: of a module that is replaced twice, its own comes back.
+    """
+    for module, forward in reversed(hidden):
+        if forward is None:
+            del module.forward
+        else:
+            module.forward = forward
 
 
 def tensor_group(place: Place, groups: Sequence[Sequence[int]]) -> TensorGroup:

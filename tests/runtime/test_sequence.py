@@ -239,6 +239,23 @@ def test_a_sequence_that_does_not_divide_is_refused() -> None:
         model(torch.zeros(1, TOKENS, dtype=torch.int64))
 
 
+def test_forwards_that_a_script_has_set_come_back() -> None:
+    model = gpt()
+    sharing = shared(model, spreads=True)
+    own = {name: model.get_submodule(name) for name in (*sharing.roles, *sharing.sequence)}
+    forwards = {name: partial(type(module).forward, module) for name, module in own.items()}
+    for name, module in [*own.items()][::2]:
+        module.forward = forwards[name]
+    sharded = ShardedModel(model, sharing, TensorGroup(2, 0, (0, 1)), sequence_parallel=True)
+    with sharded.traceable():
+        pass
+    sharded.install()
+    sharded.remove()
+    for number, (name, module) in enumerate(own.items()):
+        found = vars(module).get("forward")
+        assert found is (None if number % 2 else forwards[name]), name
+
+
 def test_a_declared_model_names_its_norms() -> None:
     model = gpt()
     roles = {
