@@ -301,10 +301,11 @@ def skip_overflow(optimizer: torch.optim.Optimizer) -> bool:
 # Warn before the first step where an optimizer keeps more state than the plan counted.
 
 # These treat each number by itself, so a step on a few numbers shows what they keep for all.
-_ELEMENTWISE = (
+ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.ASGD,
 )  # fmt: skip
+"""Optimizers that are known to treat each number by itself."""
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 _NUMBERS = 8
 _TOLERANCE = 0.01
@@ -351,7 +352,7 @@ def warning_of(
 
 def is_elementwise(optimizer: optim.Optimizer) -> bool:
     """Whether it is known to treat each number by itself, so that a slice has a whole's update."""
-    return type(optimizer) in _ELEMENTWISE
+    return type(optimizer) in ELEMENTWISE
 
 
 def state_ratio(optimizers: Sequence[optim.Optimizer]) -> float | None:

@@ -16,7 +16,7 @@ import signal
 import sys
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -53,7 +53,7 @@ from ..nested_tensors import digest_of, tensors_in
 from ..promise.promise import chain
 from ..protocol.environment import PLAN, Start, read_environment
 from ..session import Session
-from ..setup import final_tensors, keep_freed_memory, skip_overflow
+from ..setup import ELEMENTWISE, final_tensors, keep_freed_memory, skip_overflow
 from ..virtual_nodes import batch_sizes_of, holders_of, share_out, slices
 from .losses import Losses
 from .shared import SharedModels
@@ -257,6 +257,7 @@ class Training:
         if config is not None and config.shard is not None:
             shares = [slot.state_share_bytes or 0 for slot in config.workers]
             self.sharing = SharedModels(self, config.shard, shares, config.blocks or ())
+            self._end_updates_that_fail()
         self.loader_batch_size = 0
         self.took_gradients, self.cuts_batches = False, False
         self.known_losses: set[Any] | None = None
@@ -275,6 +276,27 @@ class Training:
         register_optimizer_step_post_hook(self._stepped)
         at_exit(self)
         self._finish_before_the_group_ends()
+
+    def _end_updates_that_fail(self) -> None:
+        """Let an update that raises end as others do: a script may catch it and go on."""
+
+        def ending(step: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(step)
+            def run(*values: Any, **options: Any) -> Any:
+                try:
+                    return step(*values, **options)
+                except BaseException:
+                    self._stepped()
+                    raise
+
+            return run
+
+        for kind in ELEMENTWISE:  # others are refused
+            step: Any = kind.step
+            if not hasattr(step, "hooked"):  # as a class's first optimizer does, so that hooks are
+                step = torch.optim.Optimizer.profile_hook_step(step)  # within
+                step.hooked = True
+            kind.step = ending(step)  # type: ignore[method-assign]
 
     def _finish_before_the_group_ends(self) -> None:
         """Let a script destroy the process group: the end is reported over it first."""
