@@ -11,7 +11,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..planning.costs.memory import most_of
-from ..runtime.repeated_layers import layers_of, repeated_layers, when_back, when_going_back
+from ..runtime.repeated_layers import (
+    layers_of,
+    repeated_layers,
+    when_back,
+    when_going_back,
+    when_loss_is_back,
+)
 from ..schema.layers import PassMoment
 
 
@@ -27,9 +33,10 @@ class _Interval(NamedTuple):
 class PassWatch:
     """Finds the times of a pass at which devices that share states may hold most.
 
-    Layers come and go as in ``runtime.sharding``: forward, one layer and the next are whole;
-    backward, one and the one before. Gradients leave when their layer has gone back, and are
-    summed when the next layer's leave.
+    Layers come and go as in ``runtime.sharding``. The first one comes with what is in no layer.
+    Forward, one layer and the next are whole; backward, one and the one before, of which the last
+    comes when the model's output has its gradient. Gradients leave when their layer has gone back,
+    and are summed when the next layer's leave.
 
     Args:
         model: The model; its gradients are there.
@@ -42,7 +49,7 @@ class PassWatch:
     ) -> None:
         self._model, self._taken, self._blocks = model, taken, blocks
         self._names: list[str] = []  # in the order of forward passes
-        self._weights: tuple[int, ...] | None = ()  # beside the rest's; None: not even those
+        self._weights: tuple[int, ...] | None = (0,)  # beside the rest's; None: not even those
         self._back: frozenset[str] = frozenset()
         self._leaving: frozenset[str] = frozenset()
         self._summed: frozenset[str] = frozenset()
@@ -59,6 +66,7 @@ class PassWatch:
                 layer.register_forward_hook(partial(self._ends, name)),
             )
         ]
+        handles.append(self._model.register_forward_hook(lambda *given: self._has_run(given[-1])))
         self._taken()
         try:
             yield
@@ -82,6 +90,10 @@ class PassWatch:
         place = len(self._names) - 1
         self._becomes(place + 1)
         when_going_back(output, partial(self._goes_back, name, place))
+
+    def _has_run(self, output: Any) -> None:
+        last = len(self._names) - 1
+        when_loss_is_back(output, lambda: self._becomes(last))
 
     def _goes_back(self, name: str, place: int) -> None:
         self._becomes(place, place - 1)

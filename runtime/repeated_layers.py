@@ -244,3 +244,13 @@ def when_going_back(output: Any, begins: Callable[[], None]) -> bool:
         return False
     torch.autograd.graph.register_multi_grad_hook(found, lambda _: begins(), mode="any")
     return True
+
+
+def when_loss_is_back(output: Any, begins: Callable[[], None]) -> None:
+    """Let ``begins`` be called when a loss has gone back to this output of a model, and goes on.
+
+    Not where gradients of the output itself are asked for: then it goes no further.
+    """
+    nodes = {tensor.grad_fn: None for tensor in tensors_in(output) if tensor.grad_fn is not None}
+    for node in nodes:
+        node.register_prehook(lambda _: begins())

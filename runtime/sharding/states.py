@@ -7,9 +7,12 @@ on the whole.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
+from secrets import randbits
 from typing import Any
 from zlib import crc32
 
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...schema.errors import TargetError
 from ...schema.options import Activations, Shard, option
@@ -36,6 +40,8 @@ from .leaves import NodeOrder
 from .units import Unit, Units, check_elementwise
 
 _SUM = torch.distributed.ReduceOp.SUM
+_ALIKE_SECONDS = 20.0
+"""How far workers may be apart in a pass."""
 
 
 def _outside(said: str) -> TargetError:
@@ -46,22 +52,57 @@ def _outside(said: str) -> TargetError:
     )
 
 
-class _LayersOnly(TorchFunctionMode):
-    """Refuses to read a shared weight in the body, but for its layer."""
+_PLACES = ("__get__", "__set__")
+_DATA: Any = Tensor.data
 
-    def __init__(self, hidden: Mapping[int, tuple[Unit, str]]) -> None:
+
+class _LayersOnly(TorchFunctionMode):
+    """Tells what reads a weight in the body before its layer has made it whole.
+
+    Args:
+        hidden: Id of a parameter -> its layer and its name.
+        is_here: Whether a layer's weights are whole by now.
+        tell: Gets the parameter's name.
+    """
+
+    def __init__(
+        self,
+        hidden: Mapping[int, tuple[str, str]],
+        is_here: Callable[[str], bool],
+        tell: Callable[[str], None],
+    ) -> None:
         super().__init__()
-        self._hidden = hidden
+        self._hidden, self._is_here, self._tell = hidden, is_here, tell
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") not in ("__get__", "__set__"):
+        if getattr(func, "__name__", "") not in _PLACES or func == _DATA.__get__:
             for value in tensors_in((args, kwargs)):
-                unit, name = self._hidden.get(id(value), (None, ""))
-                if unit is not None and not unit.is_whole:
-                    raise _outside(f"the loss function reads {name}")
+                layer, name = self._hidden.get(id(value), ("", ""))
+                if layer and not self._is_here(layer):
+                    self._tell(name)
         return func(*args, **(kwargs or {}))
+
+
+def order_of_turns(ran: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
+    """An order of units in which each worker finds those that it ran, if there is one.
+
+    Args:
+        ran: [workers] the units as they have run.
+        names: All units; of those that may come next, the first one here does.
+    """
+    before: dict[str, set[str]] = {name: set() for name in names}
+    for own in ran:
+        for name, following in pairwise(dict.fromkeys(own)):
+            before[following].add(name)
+    left, order = [*names], list[str]()
+    while left:
+        # In a circle (one worker runs a, b and another b, a) some worker needs another round.
+        name = next((n for n in left if before[n].isdisjoint(left)), left[0])
+        left.remove(name)
+        order.append(name)
+    return order
 
 
 class SharedStates(Units):
@@ -114,18 +155,23 @@ class SharedStates(Units):
             shares_weights=shard == "all",
             in_rounds=shard != "optimizer",
             names_of_turn=self._names_of_turn,
+            most_of=self._most_said,
+            check_alike=self._check_alike,
         )
         self._trained = self._layout()
         self._flat_of = {index: flat for flat in self._flats for index, _ in flat.members}
         self._hidden = {
-            id(parameter): (unit, self._names[index])
-            for unit in (self._units.values() if shard == "all" else ())
+            id(parameter): (name, self._names[index])
+            for name, unit in self._units.items()
             for flat in unit.flats
             for index, parameter in flat.members
         }
+        # Whether a loss function was tried, and whether one has read weights before their layers.
+        self._is_tried = self._is_read_ahead = False
         self.watch(self._modules)
-        # Before its loss: a script may let workers meet in that.
-        self._hooks.append(session.model.register_forward_hook(lambda *_: self._end_forward()))
+        self._hooks.append(
+            session.model.register_forward_hook(lambda *given: self._model_ran(given[-1]))
+        )
         self._own_hooks = Hooks()
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
@@ -134,7 +180,8 @@ class SharedStates(Units):
         self._carried = False
         self._node = 0  # whose pass runs
         self._kept_nodes: set[int] = set()
-        self._knows_order = False
+        self._knows_order = self._is_alone = False
+        self._order_name = self._num_passes = 0  # since the order was learned, alike on all workers
         self.moves = 0
         self._norm = clip_grad._get_total_norm
         clip_grad._get_total_norm = self._total_norm
@@ -218,10 +265,8 @@ class SharedStates(Units):
         for unit in self._all:
             unit.free(shows=False)
         if not self.shares_weights:
-            for unit in self._all:
+            for unit in (self._rest, *map(self._units.__getitem__, self._order)):
                 unit.gather()
-            for unit in self._all:
-                unit.wait()
         if self._carried and self._sums_order is not None and not self.in_rounds:
             raise TargetError(
                 "gradients of an earlier step are still there, and this worker has its share of "
@@ -250,22 +295,33 @@ class SharedStates(Units):
     def enter(self, node: int) -> None:
         """Begin a virtual node's pass."""
         self._is_open, self._trains, self._node = True, True, node
+        self._num_passes += 1
         self._begin_turns()
         for unit in self._all:
             unit.goes_back = False  # gradients may have been taken of the whole model
         if self._reduced is not None:  # of the pass before: else its gradients would be there twice
             self._reduced.add_reduced()
+        self._rest.gather()
+        # Only with losses that are tried ahead: others are recorded from here on, and must hold all
+        # that they read.
+        if self.shares_weights and self._is_tried:
+            for name in self._order[:1]:  # it comes while what is before it runs
+                self._units[name].gather()
+        elif not self.shares_weights and (self._is_read_ahead or not self._is_tried):
+            for unit in self._all:  # else each comes while others run
+                unit.wait()
         self._rest.wait()
         self.await_gradients()
 
     def await_gradients(self) -> None:
         """Make room for gradients of what is whole for a pass; a script may have cleared them."""
         for unit in [self._rest] if self.in_rounds else self._all:
-            unit.await_gradients()
+            if unit.is_whole:
+                unit.await_gradients()
 
     def leave(self) -> None:
         """End the pass: what no hook has reduced or freed is now."""
-        self._leave_out(len(self._order))
+        self._end_forward()
         self._go_back_to(-1)
         # Last: what is in no layer has all of its gradients only when the pass has ended.
         if self.in_rounds:
@@ -278,17 +334,57 @@ class SharedStates(Units):
         self._end_pass()
 
     def _learn_order(self) -> None:
-        """Let units have their turns as they have run, if they have run alike on all workers."""
-        order = [*dict.fromkeys([*self._ran, *self._order])]
-        told = crc32(repr(order).encode())
+        """Let units have their turns as workers have run them; agree on rounds if not all alike."""
+        told = crc32(repr(self._ran).encode())
         # The most, and by its negative the least: equal only where all workers say the same.
-        most, least = self.largest(torch.tensor([told, -told]).to(self._session.device)).tolist()
-        self._order = order if most == -least else self._order
+        own = torch.tensor([told, -told, randbits(48)]).to(self._session.device)
+        most, least, self._order_name = map(int, self.largest(own).tolist())
+        ran = [self._ran]
+        if most != -least:
+            ran = [[] for _ in range(self._session.place.world_size)]
+            peers.all_gather_object(ran, self._ran)
+        self._order = order_of_turns(ran, self._order)
         self._knows_order = True
+        # Workers that leave a unit out may leave out others later, each in its own rounds.
+        self._is_steady = most == -least and {*self._ran} == {*self._order}
+        places = map(self._order.index, self._ran)
+        self._num_expected = sum(after <= place for place, after in pairwise(places))
+        self._num_passes = 0
 
     def _forget_order(self) -> None:
         """Let units have their turns as they were registered: joining workers know no other."""
-        self._order, self._knows_order = [*self._units], False
+        self._order, self._knows_order, self._is_steady = [*self._units], False, False
+
+    def _check_alike(self, number: int) -> None:
+        """Refuse to go on where units run again on this worker and not on another.
+
+        Through the store: the others' collectives would take this one's for their own.
+
+        Raises:
+            TargetError: Not all say this number in this pass.
+        """
+        place = self._session.place
+        if place.store is None or not place.distributed:
+            return
+        store = place.store.under(f"turns/{self._order_name}/{self._num_passes}/{number}")
+        store.set(str(place.rank), "")
+        ranks, began = [str(rank) for rank in range(place.world_size)], time.monotonic()
+        while not store.has(*ranks):
+            if time.monotonic() - began > _ALIKE_SECONDS:
+                raise TargetError(
+                    f"repeated layers have run {number} times again in a pass on this worker, and "
+                    "not so often on another, where workers share states",
+                    hint="let all workers run layers equally often, or leave some out from the "
+                    "first pass on",
+                )
+            time.sleep(1e-3)
+
+    def _most_said(self, said: int) -> int:
+        if self._is_alone:
+            return said
+        # A recorded loss must not seem to depend on what was said.
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return int(self.largest(said))
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
@@ -309,6 +405,7 @@ class SharedStates(Units):
         self._begin_turns()
         try:
             yield
+            self._end_forward()
         finally:
             self._end_pass()
 
@@ -336,6 +433,8 @@ class SharedStates(Units):
         """Begin the reductions that no pass has begun."""
         if self.in_rounds:
             return  # passes have begun all
+        for unit in self._all:  # a worker may have had no pass
+            unit.wait()
         order = self._sums_order
         if order is None:
             for flat in self._flats:
@@ -465,7 +564,7 @@ class SharedStates(Units):
 
         A joining worker's script comes by what the others have done: it sees its own share alone.
         """
-        alone = self.is_behind()
+        self._is_alone = alone = self.is_behind()
         for flat in self._laid:
             flat.is_alone = alone
         if not self.shares_weights:
@@ -476,6 +575,7 @@ class SharedStates(Units):
         finally:
             for unit in self._all:
                 unit.free()
+            self._is_alone = False
             for flat in self._laid:
                 flat.is_alone = False
 
@@ -486,8 +586,17 @@ class SharedStates(Units):
         Raises:
             TargetError: It reads weights where a step will not have them.
         """
-        with self.open(), _LayersOnly(self._hidden):
+        with self.open(), _LayersOnly(self._hidden, self._is_here, self._read_ahead):
             yield
+        self._is_tried = True
+
+    def _is_here(self, layer: str) -> bool:
+        return self._units[layer].is_whole if self.shares_weights else layer in self._ran
+
+    def _read_ahead(self, name: str) -> None:
+        if self.shares_weights:
+            raise _outside(f"the loss function reads {name}")
+        self._is_read_ahead = True
 
     def largest(self, number: float | Tensor) -> Tensor:
         """Float64, of a number's shape: the largest of all workers, on this worker's device."""

@@ -9,6 +9,8 @@ meet. A worker whose samples leave a unit out takes part in its turn all the sam
                      going back from 0 it first gathers 1, and adds nothing to its reduction
 
 A unit that runs again begins another round of all turns, but for one that runs twice in a row.
+Where workers may choose unlike units, one may need more rounds than another. Then they agree at
+the end of each round whether another one follows, in which some run nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from ...schema.errors import TargetError
 from ...schema.options import option
 from ..invariant import Subtree
 from ..nested_tensors import tensors_in
-from ..repeated_layers import when_back, when_going_back
+from ..repeated_layers import when_back, when_going_back, when_loss_is_back
 from ..setup import is_elementwise
 from .flats import Flat
 
@@ -42,6 +44,10 @@ def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 hint="use Adam, AdamW or SGD; or solve without " + option("shard"),
             )
 
+
+_OVER, _PAUSED, _GOES_ON = range(3)
+"""What a worker says at a round's end: its forward pass is over, or a call of its model is, after
+which another one may come; or a unit runs for which it needs another round."""
 
 _NOT_HERE = (
     "the model was called outside of job.backward and job.evaluation, where this worker has only "
@@ -125,6 +131,8 @@ class Units:
         in_rounds: Whether gradients are reduced in each pass.
         names_of_turn: Gives [workers] the virtual node whose gradient each has now; None where all
             add up.
+        most_of: The largest number that a worker says; None where all run units alike.
+        check_alike: Refuses a number that not all workers say in this pass.
     """
 
     def __init__(
@@ -136,7 +144,10 @@ class Units:
         shares_weights: bool,
         in_rounds: bool,
         names_of_turn: Callable[[], Sequence[Subtree | None] | None] = lambda: None,
+        most_of: Callable[[int], int] | None = None,
+        check_alike: Callable[[int], None] = lambda number: None,
     ) -> None:
+        self._most_of, self._check_alike, self._is_steady = most_of, check_alike, False
         self._rest, self._units = rest, dict(layers)
         self._names, self._names_of_turn = names, names_of_turn
         self.shares_weights, self.in_rounds = shares_weights, in_rounds
@@ -145,7 +156,9 @@ class Units:
         self._next = 0  # place in the order
         self._to_go_back: list[UnitTurn] = []
         self._has_graph = self._flows = False  # whether gradients go back to what comes now
-        self._ran: dict[str, None] = {}  # units that this worker has run in this pass
+        self._ran: list[str] = []  # units that this worker has run in this pass
+        self._is_over = False  # whether its forward pass is
+        self._num_again = self._num_expected = 0  # how often units run that have had their turns
         self._has_idled = False  # whether a unit went back that no gradient had reached
         self._reduced: Unit | None = None
         self._is_open = self._trains = self._stays_whole = self._discards = False
@@ -199,10 +212,10 @@ class Units:
                 self._next = len(self._order)
                 self._take_back(unit, self._now[-1] if self._now else None)
             return None
-        self._has_graph = torch.is_grad_enabled()
+        self._has_graph, self._is_over = torch.is_grad_enabled(), False
         self._come_to(name, (args, kwargs))
-        self._ran[name] = None
-        unit.wait()
+        self._ran.append(name)
+        self._come_whole(unit)
         # The next unit's weights come while this one computes: two units are whole at most.
         if self.shares_weights and self._next < len(self._order):
             self._units[self._order[self._next]].gather()
@@ -218,13 +231,16 @@ class Units:
 
     def _come_to(self, name: str, inputs: Any) -> None:
         """Let units have their turns that this worker leaves out before another one."""
-        if self._now[-1:] == [name]:
-            return
         # A gather is a collective. So all workers gather all units in one order, whichever layers
         # a worker's samples run through; one that comes again begins the order anew.
         place = self._order.index(name)
         if place < self._next:
-            self._end_forward()
+            self._num_again += 1
+            if self._num_again > self._num_expected:
+                self._expect(self._num_again)
+            if self._now[-1:] == [name] and not self._agrees:
+                return
+            self._end_round(_GOES_ON)
             self._next = 0
         if place > self._next:
             self._flows = any(tensor.requires_grad for tensor in tensors_in(inputs))
@@ -238,10 +254,19 @@ class Units:
             if self._goes(name):
                 unit.wait()
                 unit.free(shows=False)
+            elif not self.shares_weights:
+                self._come_whole(unit)
             self._now.append(name)
             if self._has_graph and (self._flows or unit.is_trained):
                 self._to_go_back.append(self._turn())
         self._next = max(self._next, end)
+
+    def _come_whole(self, unit: Unit) -> None:
+        """Wait for a unit's weights, with room for gradients that no pass reduces."""
+        if not unit.is_whole:
+            unit.wait()
+            if self._trains and not self.in_rounds:
+                unit.await_gradients()
 
     def _goes(self, name: str) -> bool:
         return self.shares_weights and not self._stays_whole and name != self._turning
@@ -260,10 +285,53 @@ class Units:
         if self._flows:
             self._to_go_back.append(turn)
 
+    @property
+    def _agrees(self) -> bool:
+        """Whether workers may need unlike numbers of rounds, in which they exchange something."""
+        if self._most_of is None or self._is_steady:
+            return False
+        gathers = self.shares_weights and not self._stays_whole
+        return gathers or (self.in_rounds and self._trains)
+
+    def _end_round(self, said: int) -> None:
+        """Let the units have their turns that no worker needs to run any more in this round."""
+        if not self._is_open:
+            return
+        self._leave_out(len(self._order))
+        while self._most_of is not None and self._agrees:
+            most = self._most_of(said)
+            if most == said:
+                return
+            if most == _GOES_ON:  # for the others alone
+                self._next = 0
+                self._leave_out(len(self._order))
+
     def _end_forward(self) -> None:
-        """Let the units have their turns that no worker needs to run any more."""
-        if self._is_open:
-            self._leave_out(len(self._order))
+        """End the last round."""
+        if not self._is_over:
+            self._is_over = True
+            self._end_round(_OVER)
+            if self._num_again != self._num_expected:
+                self._expect(self._num_again)
+
+    def _expect(self, number: int) -> None:
+        """Expect units to run again so often, in this pass and the next."""
+        if self._is_steady and self._trains:  # else all agree on each round
+            self._check_alike(number)
+            self._num_expected = number
+
+    def _model_ran(self, output: Any) -> None:
+        """End a call of the model before its loss: a script may let workers meet in that."""
+        self._end_round(_PAUSED)
+        if self.shares_weights and self._trains:
+            when_loss_is_back(output, self._gather_last)
+
+    def _gather_last(self) -> None:
+        """Gather what goes back first, while what came after all layers goes back."""
+        # Not before: while the loss is computed, when activations are most, no layer is whole.
+        self._end_forward()
+        for turn in self._to_go_back[-1:]:
+            self._units[turn.name].gather()
 
     def _goes_back(self, turn: UnitTurn) -> None:
         self._end_forward()
@@ -312,8 +380,8 @@ class Units:
 
     def _begin_turns(self) -> None:
         self._now, self._to_go_back, self._next = [], [], 0
-        self._has_graph, self._flows = self._trains, False
-        self._ran.clear()
+        self._has_graph, self._flows, self._is_over = self._trains, False, False
+        self._ran, self._num_again = [], 0
 
     def _reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients while the next unit goes back."""

@@ -66,6 +66,7 @@ def test_a_pass_is_watched_layer_by_layer() -> None:
     """Of equal layers, weights of two are whole while one runs, and gradients of two as one leaves.
 
     At the loss none is: there the activations are most, and of layers only what is no repeated one.
+    The first one comes as the pass begins, the last one when the loss has gone back.
     """
     width, rows, layers = 64, 32, 5
 
@@ -85,16 +86,19 @@ def test_a_pass_is_watched_layer_by_layer() -> None:
 
     model = Model()
     inputs = torch.randn(rows, width)
-    model(inputs).mean().backward()
+    model(inputs).exp().mean().backward()
     with tallied() as tally:
         watch = PassWatch(model, tally.since)
         with watch.watching():
-            model(inputs).mean().backward()
+            model(inputs).exp().mean().backward()
     layer, head = 4 * width * width, 4 * 8 * width * width
     assert watch.most_bytes == tally.peak_bytes
     at_loss = max(watch.moments(), key=lambda one: one.taken_bytes)
     assert at_loss.taken_bytes == tally.peak_bytes
     assert (at_loss.weight_bytes, at_loss.gradient_bytes, at_loss.summed_bytes) == (head, head, 0)
+    forward = 2 * layers + 1  # a layer begins or ends, or the loss
+    after_loss = watch.every()[forward].weight_bytes
+    assert (watch.every()[0].weight_bytes, after_loss) == (head + layer, head + layer)
     last = watch.every()[-1]
     assert last.summed_bytes == head + layers * layer
     assert last.weight_bytes == 0

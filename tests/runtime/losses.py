@@ -43,6 +43,14 @@ def penalised(model):
     return lambda x, y: each(model, x, y).mean() + 0.1 * model[0].weight.square().sum()
 
 
+def penalised_first(model):
+    def loss_of(x, y):
+        penalty = sum(weight.data.square().sum() for weight in model.parameters())
+        return each(model, x, y).mean() * (1 + 0.01 * penalty)
+
+    return loss_of
+
+
 def diffusion(model):
     def loss_of(x, y):
         level = torch.rand(len(x), 1, dtype=x.dtype)
@@ -89,7 +97,7 @@ def scaled_at_random(model):
 RIGHT = {
     f.__name__: f
     for f in (
-        mean, smoothed, ignoring, masked, penalised, diffusion, dropped, mixed_up,
+        mean, smoothed, ignoring, masked, penalised, penalised_first, diffusion, dropped, mixed_up,
         with_gradient_penalty, scaled_at_random,
     )
 }  # fmt: skip

@@ -1,7 +1,8 @@
 """Workers that share states, against the same virtual nodes in one process. A script, not a test.
 
 Usage: sharded.py STORE_FILE RANK KIND... Each worker trains each kind of model under each sharding.
-It holds gradients, norms, updates and what is whole at a time against a model of its own.
+It holds gradients, norms, updates and what is whole at a time against a model of its own. A number
+in place of kinds: one worker runs a layer more often (0) or less often (1) in the second pass.
 """
 
 import sys
@@ -19,6 +20,7 @@ from hetflow.runtime.group import Place
 from hetflow.runtime.peers import SharedStore
 from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.repeated_layers import listed_blocks
+from hetflow.runtime.sharding import states as sharding
 from hetflow.runtime.sharding.flats import Flat, StateTypes
 from hetflow.runtime.sharding.leaves import LeafSums, NodeOrder
 from hetflow.runtime.sharding.states import SharedStates
@@ -58,6 +60,39 @@ def lora() -> Any:
     return model, data, loss
 
 
+class _Chosen(nn.Module):
+    """Layers that each worker's samples choose, some twice, in no order of their registration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(5))
+        self.head = nn.Linear(6, 3, dtype=torch.float64)
+        self.order: list[int] = []  # in place of what samples choose
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in self.order or self._order_of(x):
+            x = x + self.layers[number](x).tanh()
+        found: Tensor = self.head(x)
+        return found
+
+    @staticmethod
+    def _order_of(x: Tensor) -> list[int]:
+        chosen, order = int(1000 * x.abs().sum()) % 120, list[int]()
+        for number in (4, 2, 0, 3, 1):
+            order += [number] * (chosen % 3)
+            chosen = chosen * 7 // 5
+        return order
+
+
+def chosen() -> Any:
+    """A model of such layers."""
+
+    def data(number: int, generator: torch.Generator) -> Tensor:
+        return torch.randn(number, 6, generator=generator, dtype=torch.float64)
+
+    return _Chosen(), data, lambda model, x: model(x).square().mean()
+
+
 class _Tower(nn.Module):
     """A block of a name without a number; with another one in it."""
 
@@ -93,6 +128,7 @@ def towers() -> Any:
 BLOCKS: dict[str, Any] = {"towers": ["left.up", _Tower]}
 KINDS = {
     "towers": towers,
+    "chosen": chosen,
     "gpt": model_kinds.hf_gpt2,
     "llama": model_kinds.hf_llama,
     "vit": model_kinds.hf_vit,
@@ -134,6 +170,25 @@ def most_whole_bytes(model: nn.Module, blocks: Sequence[str]) -> int:
     return rest + sum(sorted(sizes.values())[-2:])
 
 
+def states_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shard: Shard,
+    shares: list[int],
+    name: str,
+    blocks: Any = (),
+) -> SharedStates:
+    """A model's states, shared by all workers."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = SharedStore(dist.distributed_c10d._get_default_store()).under(f"{name}{shard}{shares}")
+    place = Place(Start(), None, torch.device("cpu"), rank=rank, world_size=world, store=store)
+    session: Any = SimpleNamespace(
+        parameters=dict(model.named_parameters()), optimizers=(optimizer,), place=place,
+        model=model, device=place.device,
+    )  # fmt: skip
+    return SharedStates(session, shard, shares, blocks=blocks)
+
+
 def train(kind: str, shard: Shard, shares: list[int]) -> None:
     """Train shared and whole; they must agree."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -144,19 +199,13 @@ def train(kind: str, shard: Shard, shares: list[int]) -> None:
     if rank:
         for parameter in model.parameters():
             parameter.data.fill_(3)
-    store = SharedStore(dist.distributed_c10d._get_default_store()).under(f"{kind}{shard}{shares}")
-    place = Place(Start(), None, torch.device("cpu"), rank=rank, world_size=world, store=store)
 
     def optimizer_of(of: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in of.parameters() if p.requires_grad], lr=0.01)
 
     optimizer, own = optimizer_of(model), optimizer_of(whole)
-    session: Any = SimpleNamespace(
-        parameters=dict(model.named_parameters()), optimizers=(optimizer,), place=place,
-        model=model, device=place.device,
-    )  # fmt: skip
     blocks = listed_blocks(model, BLOCKS.get(kind, ()))
-    states, watch = SharedStates(session, shard, shares, blocks=blocks), Watch()
+    states, watch = states_of(model, optimizer, shard, shares, kind, blocks), Watch()
     # Under unlike shares two of three recompute their layers, and one offloads their activations.
     lane = host_lane.install()
     how: Activations = "recomputed" if rank < shares[-1] // 3 else "offloaded"
@@ -279,12 +328,32 @@ def train_masters(kind: str, shard: Shard, shares: list[int]) -> None:
     states.close()
 
 
+def refuse(*, again: int) -> None:
+    """Run a layer more often, or less, than another worker, which it did not in the first pass."""
+    sharding._ALIKE_SECONDS = 1.0
+    model = _Chosen()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    states = states_of(model, optimizer, "all", [1] * dist.get_world_size(), f"again {again}")
+    for number in range(2):
+        is_unlike = number == 1 and dist.get_rank() == 1
+        model.order = [4, 3, 2, 1, 0] + [3] * (1 - again if is_unlike else again)
+        states.begin(num_passes=1)
+        states.enter(0)
+        model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+        states.leave()
+        states.wait()
+
+
 def main() -> None:
     """Run all kinds under all shardings."""
     store = dist.FileStore(sys.argv[1], len(SAMPLES))
     rank, size = int(sys.argv[2]), len(SAMPLES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    for kind, shard, shares in product(sys.argv[3:], get_args(Shard), SHARES):
+    kinds = sys.argv[3:]
+    if kinds[0].isdigit():
+        refuse(again=int(kinds[0]))
+        return
+    for kind, shard, shares in product(kinds, get_args(Shard), SHARES):
         try:
             (train_masters if kind.startswith("masters of ") else train)(kind, shard, shares)
             sys.stderr.write(f"{kind}, {shard}, {shares}: as one process\n")

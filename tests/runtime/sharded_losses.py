@@ -69,6 +69,14 @@ def predicted(job: Any, model: nn.Module, _: Any = None) -> list[float]:
     return found
 
 
+def short(job: Any, model: nn.Module, optimizer: Any) -> None:
+    """A step of a batch of which one worker has no samples."""
+    data = Subset(test_promise.data(), range(BATCH + 4))
+    for batch in job.batches(DataLoader(data, batch_size=BATCH)):
+        optimizer.zero_grad()
+        job.backward(losses.mean(model), batch)
+
+
 def scaled(job: Any, model: nn.Module, optimizer: Any) -> list[float]:
     """Steps under a scaler, of which one overflows on one worker."""
     scaler, scales = torch.amp.GradScaler("cpu", init_scale=256.0), []
@@ -95,6 +103,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "of batch": of_batch,
     "masked later": masked_later,
     "predicted": predicted,
+    "short": short,
     "scaled": scaled,
 }
 

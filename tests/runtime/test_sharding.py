@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from hetflow import runtime as hf
 from hetflow.runtime.launcher.mapping import same_nodes
 from hetflow.runtime.protocol.lower import lower
 from hetflow.runtime.sharding.flats import ALIGNMENT, cuts_of, sources
-from hetflow.runtime.sharding.states import SharedStates
+from hetflow.runtime.sharding.states import SharedStates, order_of_turns
 from hetflow.schema import files
 from hetflow.schema.errors import PeerLostError, ProblemError, TargetError
 from hetflow.schema.options import Shard
@@ -36,7 +36,7 @@ DEVICES = [(2, 3), (2, 1)]
 """Virtual nodes and their samples on each of two workers."""
 
 
-def train(folder: Path, *kinds: str) -> None:
+def train(folder: Path, *kinds: str, code: int = 0) -> list[str]:
     """Train kinds of models on three workers that share states, and in one process."""
     shared = programs.preloaded("more modules", *TRANSFORMERS)
     workers = [
@@ -48,16 +48,28 @@ def train(folder: Path, *kinds: str) -> None:
         for rank in range(SIZE)
     ]
     try:
-        said = [worker.communicate(timeout=300)[1] for worker in workers]
+        said: list[str] = [worker.communicate(timeout=300)[1] for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
-    assert [worker.returncode for worker in workers] == [0] * SIZE, "\n".join(said)
+    assert [worker.returncode for worker in workers] == [code] * SIZE, "\n".join(said)
+    return said
 
 
 @pytest.mark.processes
 def test_workers_that_share_train_as_one_process(tmp_path: Path) -> None:
-    train(tmp_path, "lora", "towers", "masters of towers")
+    train(tmp_path, "lora", "towers", "masters of towers", "chosen")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("again", [0, 1])
+def test_layers_that_run_again_on_some_workers_end_all(tmp_path: Path, again: int) -> None:
+    """Not in the first pass, where workers learn from each other how layers run."""
+    said = train(tmp_path, str(again), code=1)
+    assert f"run {1 - again} times again in a pass on this worker" in said[1]
+    for other in (said[0], said[2]):
+        assert "PeerLostError" in other
 
 
 @pytest.mark.slow
@@ -118,7 +130,7 @@ def test_losses_train_or_are_refused_as_without_sharing(
 ) -> None:
     """As under a split of whole states, and both workers alike: else they would hang."""
     found: dict[Shard | None, dict[str, Any]] = {}
-    for shard in (None, "all", "gradients"):
+    for shard in (None, *get_args(Shard)):
         files.write(tmp_path / f"{shard}.json", shared(plan_of([(2, 6), (2, 2)]), shard, (1, 3)))
         (tmp_path / f"{shard}").mkdir()
         command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / "runs"]
@@ -130,9 +142,12 @@ def test_losses_train_or_are_refused_as_without_sharing(
         found[shard] = one
     own_ends = {
         ("all", "penalised"): "reads 0.weight outside of its layer",
+        ("all", "penalised_first"): "reads 0.weight outside of its layer",
         ("all", "with_gradient_penalty"): "gradients of gradients",
+        ("all", "short"): "leaves a virtual node without any",
+        ("gradients", "short"): "leaves a virtual node without any",
     }
-    for shard, name in product(("all", "gradients"), found[None]):
+    for shard, name in product(get_args(Shard), found[None]):
         expected, made = found[None][name], found[shard][name]
         if (shard, name) in own_ends:
             assert own_ends[shard, name] in made
@@ -160,6 +175,26 @@ def test_cuts_are_in_proportion_over_all_vectors(lengths: list[int], shares: lis
         before += length
     for number, share in zip(held, shares, strict=True):
         assert abs(number - before * share / sum(shares)) <= (len(lengths) + 1) * ALIGNMENT
+
+
+@given(
+    st.permutations("abcdef").flatmap(
+        lambda order: st.lists(
+            st.sets(st.sampled_from(order)).map(lambda own: [*filter(own.__contains__, order)])
+        )
+    )
+)
+def test_each_worker_finds_the_layers_that_it_ran_in_the_order_of_turns(
+    ran: list[list[str]],
+) -> None:
+    order = order_of_turns(ran, "abcdef")
+    assert sorted(order) == [*"abcdef"]
+    for own in ran:
+        assert own == [name for name in order if name in own]
+
+
+def test_workers_that_contradict_each_other_have_an_order_all_the_same() -> None:
+    assert order_of_turns(["ba", "ab", "db"], "abcd") == [*"cdab"]
 
 
 @given(st.data())
