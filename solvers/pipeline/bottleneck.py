@@ -113,10 +113,10 @@ class MoveLine:
             return
         # Few distinct rows first: rows of moves would take seconds to sort.
         found, of_move = moves.numbered("pool", "num_replicas", "workers")
+        most = [np.inf if limit is None else limit + extra_bytes for limit in limits]
         moments = [
-            (*self.costs.moments(pool, m, *self.costs.stashed(m, workers)), limit + extra_bytes)
+            (*self.costs.moments(pool, m, *self.costs.stashed(m, workers)), most[pool])
             for pool, m, workers in found
-            for limit in [np.inf if limits[pool] is None else limits[pool]]
         ]
         kinds = list(dict.fromkeys(moments))
         place = {kind: number for number, kind in enumerate(kinds)}

@@ -172,8 +172,9 @@ class StageCosts:
             return self.cuts.before is None
         held = self.cuts.weight_bytes[None, :] + self.cuts.copied_bytes
         # With all its users a weight is shared no more, and its gradient does not wait.
+        split = self.cuts.split_bytes
         waits = any(pool.waiting_bytes for pool in self.problem.pools)
-        tables = [held, held + self.cuts.split_bytes] if waits else [held]
+        tables = [held] if split is None or not waits else [held, held + split]
         grows = all(np.triu(np.diff(table, axis=1)).min() >= 0 for table in tables)
         return self.problem.traits.flushes and grows
 

@@ -97,8 +97,8 @@ class StepModel:
         self.transfer = self.transfer + 2 * costs.message_seconds
         self.weights = costs.cuts.weight_bytes
         self._ends = np.arange(self.size)
-        self._last_in_memory: dict[tuple[int, int, int], Ints] = {}
-        self._rooms: dict[tuple[int, int, int], Mask] = {}
+        self._last_in_memory: dict[tuple[int, int, int, int], Ints] = {}
+        self._rooms: dict[tuple[int, int, int, int], Mask] = {}
         self._later: dict[MoveKind, list[tuple[int, Floats]]] = {}
 
     def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> MoveKind:
