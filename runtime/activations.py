@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
@@ -96,10 +97,12 @@ def _offloaded(layer: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[s
     return answer
 
 
+# The compiler takes no contexts of a second pass but its own modes: the layer itself is compiled.
+@_disable_dynamo(recursive=False)
 def _recomputed(layer: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args = tuple(map(_without_cache, args))
     kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
-    contexts = partial(_contexts, layer)  # of all functions, torch.compile takes these alone
+    contexts = partial(_contexts, layer)
     return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 

@@ -1,6 +1,7 @@
 """The memory that an optimizer keeps besides the weights and their gradients."""
 
 from dataclasses import replace
+from typing import Literal
 
 from .errors import ProblemError
 from .options import option
@@ -32,7 +33,7 @@ class OptimizerState:
     state_bytes_per_weight_byte: Ratio
     is_default: bool = False
     workspace_bytes_per_weight_byte: Ratio | None = None
-    masters: bool = False
+    masters: Literal[True] | None = None
 
     def with_masters(self) -> "OptimizerState":
         """The state if masters of twice the bits are kept: they, moments and gradients as wide."""

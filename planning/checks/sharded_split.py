@@ -131,7 +131,7 @@ def check(plan: Plan, problem: ShardedProblem | None) -> Verdict:
     if stage.copied_ratio is not None:
         optimizer = problem.optimizer
         kept = 1 + optimizer.state_bytes_per_weight_byte  # a gradient, states, and for a moment
-        kept += (optimizer.workspace_bytes_per_weight_byte or 0.0) * (1 + optimizer.masters)
+        kept += (optimizer.workspace_bytes_per_weight_byte or 0.0) * (2 if optimizer.masters else 1)
         ratio = trained * kept + (plan.shard == "all")
         faults += unlike(stage, replace(stage, copied_ratio=ratio), "stages[0].", TOLERANCE)
     if plan.shard not in problem.shards:

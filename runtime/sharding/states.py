@@ -567,6 +567,10 @@ class SharedStates(Units):
         self._is_alone = alone = self.is_behind()
         for flat in self._laid:
             flat.is_alone = alone
+        # A gradient is of the own share, and torch.compile looks at a whole weight's gradient.
+        hidden = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        for parameter, _ in hidden:
+            parameter.grad = None
         if not self.shares_weights:
             self.make_whole()
         try:
@@ -575,6 +579,9 @@ class SharedStates(Units):
         finally:
             for unit in self._all:
                 unit.free()
+            for parameter, gradient in hidden:
+                if parameter.grad is None:
+                    parameter.grad = gradient
             self._is_alone = False
             for flat in self._laid:
                 flat.is_alone = False

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from ...schema.errors import TargetError
@@ -190,6 +191,8 @@ class Units:
             )
         ]
 
+    # A module that is compiled in place is traced with its hooks, whose streams no graph can hold.
+    @_disable_dynamo
     def _before_forward(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -271,6 +274,7 @@ class Units:
     def _goes(self, name: str) -> bool:
         return self.shares_weights and not self._stays_whole and name != self._turning
 
+    @_disable_dynamo
     def after(self, name: str, output: Any) -> None:
         """Free a unit that has run."""
         unit = self._units[name]

@@ -120,7 +120,7 @@ def test_existing_output_is_refused_before_anything_runs(
         (["--quick", "--thorough"], "choose one"),
         (["--recompute", "--device", "cpu:slow=0.5"], "keeps the times of plain passes"),
         (["--offload", "--device", "cpu"], "activations are on the host already"),
-        (["--recompute", "--device", "spec:T4", "--from-profile", "a"], "and not carried"),
+        (["--recompute", "--device", "spec:T4", "--from-profile", "a"], "not carried"),
         (["--layers", "--microbatch-size", "4,0"], "must be whole numbers of at least 1"),
     ],
 )

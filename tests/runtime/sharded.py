@@ -125,9 +125,10 @@ def towers() -> Any:
     )
 
 
-BLOCKS: dict[str, Any] = {"towers": ["left.up", _Tower]}
+BLOCKS: dict[str, Any] = {"towers": ["left.up", _Tower], "compiled": [_Tower]}
 KINDS = {
     "towers": towers,
+    "compiled": towers,  # block by block, in place
     "chosen": chosen,
     "gpt": model_kinds.hf_gpt2,
     "llama": model_kinds.hf_llama,
@@ -210,6 +211,8 @@ def train(kind: str, shard: Shard, shares: list[int]) -> None:
     lane = host_lane.install()
     how: Activations = "recomputed" if rank < shares[-1] // 3 else "offloaded"
     states.treat(how)
+    for name in blocks if kind == "compiled" else ():
+        model.get_submodule(name).compile(backend="aot_eager")
     wait = Flat.wait
 
     def waiting(flat: Flat) -> None:

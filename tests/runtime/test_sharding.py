@@ -75,7 +75,7 @@ def test_layers_that_run_again_on_some_workers_end_all(tmp_path: Path, again: in
 @pytest.mark.slow
 @pytest.mark.processes
 def test_all_kinds_of_models_train_as_one_process(tmp_path: Path) -> None:
-    train(tmp_path, "gpt", "llama", "vit", "resnet")
+    train(tmp_path, "compiled", "gpt", "llama", "vit", "resnet")
 
 
 @pytest.mark.slow
