@@ -7,7 +7,6 @@ searched apart (interleaved.py).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
@@ -248,8 +247,11 @@ class _Tree:
                 break
             if self.best is not None and (number >= NUM_TRIED_FIRST or self._effort.should_stop()):
                 break
-            self.offer(search.one_stage(self.limit))
-            self.offer(search.balanced(self.limit))
+            try:
+                self.offer(search.one_stage(self.limit))
+                self.offer(search.balanced(self.limit))
+            except OutOfTimeError:  # from a table of shared weights, which takes a while
+                break
 
     def run(self) -> None:
         """Take what has the least bound until it meets the best plan, or the effort's limit."""
@@ -721,9 +723,8 @@ def _has_plan(problem: ParallelProblem) -> bool:
     tree: _Tree | None = None
     effort = replace(DEFAULT, should_stop=lambda: tree is not None and tree.best is not None)
     tree = _tree(problem, effort, _ceiling(problem, Spaces(problem)))
-    with suppress(OutOfTimeError):  # once it has one
-        tree.try_first()
-        tree.run()
+    tree.try_first()
+    tree.run()
     return tree.best is not None
 
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hetflow.planning.checks.parallel import check
+from hetflow.schema.errors import TooLittleTimeError
+from hetflow.schema.optimizer import OptimizerState
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.solvers.parallel.every_plan import two_types
@@ -24,6 +26,19 @@ def test_a_search_stopped_anywhere_has_a_plan_and_a_bound(
     assert plan.proof.lower_bound is not None
     assert plan.proof.lower_bound <= best.objective * (1 + 1e-9)
     assert plan.proof.objective >= (best.lower_bound or 0.0) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("questions", [0, 1, 3, 10, 30, 100])
+def test_a_search_of_shared_weights_may_be_stopped_before_it_has_a_plan(questions: int) -> None:
+    adam = OptimizerState(name="adam", state_bytes_per_weight_byte=2)
+    problem = replace(two_types(), shards=("all",), optimizer=adam)
+    left = iter(range(questions))
+    try:
+        plan = solve(problem, effort=Effort().until(lambda: next(left, None) is None))
+    except TooLittleTimeError:
+        assert questions < 30
+    else:
+        assert check(plan, problem) == []
 
 
 def test_every_table_asks_for_the_time() -> None:
