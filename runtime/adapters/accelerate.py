@@ -282,6 +282,9 @@ def _load_state(original: Any, folder: Any, *values: Any, **options: Any) -> Any
     return original(folder, *objects, rank, *values[5:], **options)
 
 
+_LOADING = ("FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_SYNC_MODULE_STATES")
+
+
 def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
     """Let the plan share the states where the script or its configuration asks for FSDP."""
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -289,7 +292,9 @@ def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
     if training().may_share:
         plugin, options["fsdp_plugin"] = options.get("fsdp_plugin"), None
         if os.environ.pop("ACCELERATE_USE_FSDP", "").lower() in ("1", "true") and plugin is None:
-            plugin = FullyShardedDataParallelPlugin()  # as the environment says
+            # As the environment says, but for how models are loaded, which would need a GPU.
+            os.environ |= dict.fromkeys(_LOADING, "false")
+            plugin = FullyShardedDataParallelPlugin()
         sharing = training().sharing
         if plugin is not None and sharing is not None:
             sharing.lists = functools.partial(_wrapped_by, plugin)
