@@ -32,7 +32,6 @@ from .outputs import OutputsOfBatch, in_order, message_of
 from .promise.promise import Promise
 from .session import Session
 from .setup import final_tensors, state_of
-from .sharding.flats import StateTypes
 from .sharding.leaves import NodeOrder
 from .sharding.saving import SharedState, kept_of, move, shares_of
 from .sharding.states import SharedStates
@@ -465,14 +464,14 @@ def _reducer_of(session: Session, *, has_buffers: bool) -> GradientReducer:
 
 
 def _shared_states_of(session: Session) -> SharedStates | None:
-    config, types = session.place.start.config, StateTypes(kept=session.masters)
-    if (config is None or config.shard is None) and session.masters is None:
+    config, masters = session.place.start.config, session.masters
+    if (config is None or config.shard is None) and masters is None:
         return None
     order = _order_of(session.place)
     if config is None or config.shard is None:  # one worker, which keeps masters
-        return SharedStates(session, "optimizer", [1], order, types=types)
+        return SharedStates(session, "optimizer", [1], order, masters=masters)
     states = SharedStates(
-        session, config.shard, shares_of(config), order, kept_of(config), session.blocks, types
+        session, config.shard, shares_of(config), order, kept_of(config), session.blocks, masters
     )
     states.treat(session.place.activations)
     return states

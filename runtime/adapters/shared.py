@@ -27,7 +27,7 @@ from ..group import Place
 from ..repeated_layers import agreed_blocks, listed_blocks
 from ..session import Session
 from ..setup import is_elementwise
-from ..sharding.flats import AS_GIVEN, Flat
+from ..sharding.flats import Flat
 from ..sharding.states import SharedStates
 from .losses import Losses
 from .sliced import Origin, SlicedParameter, plain, plainly
@@ -119,9 +119,7 @@ class SharedModel:
         blocks = agreed_blocks(
             self.module, listed, sharing.planned_blocks, speaks=place.rank == 0, is_only=False
         )
-        self.states = SharedStates(
-            session, sharing.shard, sharing.shares, blocks=blocks, types=sharing.types
-        )
+        self.states = SharedStates(session, sharing.shard, sharing.shares, blocks=blocks)
         self.states.treat(place.activations)
         for optimizer in sharing.loaded:
             self.cut(optimizer)
@@ -262,7 +260,6 @@ class SharedModels:
     Attributes:
         loaded: Optimizers that have loaded a state before it was shared.
         lists: What the script lists as blocks of a model.
-        types: In which types weights are kept, run and sent.
     """
 
     def __init__(
@@ -275,7 +272,6 @@ class SharedModels:
         self._training, self.shard, self.shares = training, shard, shares
         self.planned_blocks = planned_blocks
         self.lists: Callable[[nn.Module], Any] = lambda model: ()
-        self.types = AS_GIVEN
         self._models: list[SharedModel] = []
         self._plain: list[Any] = []  # open contexts of updates
         self._reads: dict[int, Tensor] = {}  # by what is asked for, this worker's slice
@@ -509,7 +505,7 @@ class SharedModels:
         self.answer()
         for model in self._shared():
             assert model.states is not None
-            model.states.give_back()
+            model.states.make_whole()
             model.states.close()
             model.forget_slices()
             model.states = None

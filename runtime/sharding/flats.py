@@ -231,35 +231,12 @@ def all_workers(place: Place) -> Sharers:
     return Sharers(place, range(place.world_size))
 
 
-@dataclass(frozen=True, slots=True)
-class StateTypes:
-    """The types in which shared weights are kept, run and sent; None: the parameter's own.
-
-    Attributes:
-        kept: Of the own share of trained weights, of its gradients and so of the optimizer's state:
-            masters, where it has more bits than the parameter.
-        gathered: Of weights in passes.
-        reduced: Of gradients that are sent to owners; None: as in passes.
-    """
-
-    kept: torch.dtype | None = None
-    gathered: torch.dtype | None = None
-    reduced: torch.dtype | None = None
-
-    def kept_of(self, parameter: Tensor) -> torch.dtype:
-        """The type in which a worker keeps its share of a parameter."""
-        dtype = parameter.dtype
-        if self.kept is None or not parameter.requires_grad or not dtype.is_floating_point:
-            return dtype
-        return max(dtype, self.kept, key=lambda each: each.itemsize)
-
-    def gathered_of(self, parameter: Tensor) -> torch.dtype:
-        """The type of a parameter in passes; quantized ones stay as they are."""
-        is_number = parameter.is_floating_point() and parameter.element_size() > 1
-        return (is_number and self.gathered) or parameter.dtype
-
-
-AS_GIVEN = StateTypes()
+def kept_type(parameter: Tensor, masters: torch.dtype | None) -> torch.dtype:
+    """The type in which a worker keeps its share of a parameter, its gradient and state."""
+    dtype = parameter.dtype
+    if masters is None or not parameter.requires_grad or not dtype.is_floating_point:
+        return dtype
+    return max(dtype, masters, key=lambda each: each.itemsize)
 
 
 class Flat:
@@ -273,7 +250,7 @@ class Flat:
         kept: [workers] the ranks whose parts each keeps; the own one among them.
         order: In which order virtual nodes add up; None: as the workers run them.
         counts: Whether this worker's gradients count in sums; else another computes the same.
-        types: Of what is kept, run and sent.
+        masters: The type in which trained weights are kept, where it has more bits than theirs.
 
     Attributes:
         part: Where what this worker keeps of the vector begins and ends.
@@ -291,7 +268,7 @@ class Flat:
         kept: Sequence[range],
         order: NodeOrder | None = None,
         counts: bool = True,
-        types: StateTypes = AS_GIVEN,
+        masters: torch.dtype | None = None,
     ) -> None:
         self._counts = counts
         self.kept, self.is_alone = kept, False
@@ -302,17 +279,16 @@ class Flat:
         ends = list(accumulate(shape.numel() for shape in self.shapes))
         self.bounds = list(pairwise([0, *ends]))
         low, high = self.part = parts_of(cuts, kept)[sharers.number]
-        own_type, gathered = types.kept_of(first), types.gathered_of(first)
-        self.has_masters, self._reduced = own_type != gathered, types.reduced or gathered
-        self._is_kept_as_given = own_type == first.dtype
-        whole = torch.empty(ends[-1], dtype=first.dtype, device=sharers.place.device)
+        own_type = kept_type(first, masters)
+        self.has_masters = own_type != first.dtype
+        self._whole = torch.empty(ends[-1], dtype=first.dtype, device=sharers.place.device)
         for (start, end), (_, parameter) in zip(self.bounds, members, strict=True):
-            whole[start:end].view(parameter.shape).copy_(parameter.detach())
-            parameter.data = whole[:0]  # frees the script's, so that no two copies are here
+            self._whole[start:end].view(parameter.shape).copy_(parameter.detach())
+            parameter.data = self._whole[:0]  # frees the script's, so that no two copies are here
         if sharers.are_several and not sharers.place.is_outside:
-            sent = whole.view(torch.uint8) if first.element_size() == 1 else whole
+            sent = self._whole.view(torch.uint8) if first.element_size() == 1 else self._whole
             peers.broadcast(sent, src=sharers.ranks[0], group=sharers.group)
-        own, self._whole = whole[low:high], whole.to(gathered)
+        own = self._whole[low:high]
         self._shows_own = keeps_whole and not self.has_masters
         self._own = own if self._shows_own else own.to(own_type, copy=True)
         self._sums: Tensor | None = None  # of this worker's own part; at the end of what it keeps
@@ -458,12 +434,6 @@ class Flat:
         self.wait()
         return self.view_of(number)
 
-    def give_back(self) -> None:
-        """Let whole parameters have the type that they had; call it on all workers."""
-        if self.has_masters and self._is_kept_as_given:
-            for number, (_, parameter) in enumerate(self.members):
-                parameter.data = self.whole_kept(number)
-
     def whole_of(self, number: int, own: Tensor) -> Tensor:
         """A tensor of a member's shape, such as its moment, from the slices of all workers."""
         whole = own.new_zeros(self.shapes[number].numel())
@@ -542,7 +512,6 @@ class Flat:
             self._expects, gradient = False, self._joined()
         if gradient is None:
             return None
-        gradient = gradient.to(self._reduced)
         if not self._counts:
             gradient.zero_()
         elif factor is not None:
@@ -553,7 +522,7 @@ class Flat:
 
     def _joined(self) -> Tensor:
         """The gradients that autograd has made, end to end; 0 where it has made none."""
-        whole = torch.empty_like(self._whole, dtype=self._reduced)
+        whole = torch.empty_like(self._whole)
         rooms, came = [], []  # copied by one kernel for all, at the end
         for (start, end), (_, parameter) in zip(self.bounds, self.members, strict=True):
             room, grad = whole[start:end], parameter.grad

@@ -35,7 +35,7 @@ from ..repeated_layers import layers_of, repeated_layers
 from ..session import Session
 from ..setup import check_same_shapes
 from ..virtual_nodes import share_out
-from .flats import AS_GIVEN, Flat, StateTypes, all_workers, cuts_of
+from .flats import Flat, all_workers, cuts_of, kept_type
 from .leaves import NodeOrder
 from .units import Unit, Units, check_elementwise
 
@@ -117,7 +117,7 @@ class SharedStates(Units):
         order: In which order virtual nodes add up; None: as the workers run them.
         kept: [workers] the ranks whose shares each keeps; None: its own.
         blocks: Names of the units; empty for the repeated layers.
-        types: In which types weights are kept, run and sent.
+        masters: See ``Flat``.
 
     Attributes:
         run: Runs an exchange between two steps, which may be repeated where a worker is lost.
@@ -133,7 +133,7 @@ class SharedStates(Units):
         order: NodeOrder | None = None,
         kept: Sequence[range] | None = None,
         blocks: Sequence[str] = (),
-        types: StateTypes = AS_GIVEN,
+        masters: torch.dtype | None = None,
     ) -> None:
         self.run: Callable[[Callable[[], Tensor]], Tensor] = lambda exchange: exchange()
         self.is_behind: Callable[[], bool] = lambda: False
@@ -144,10 +144,11 @@ class SharedStates(Units):
         if session.place.distributed and not session.place.is_outside:
             check_same_shapes(dict(session.parameters), session.place)
         self.shapes = {
-            name: p.detach().to("meta", types.kept_of(p)) for name, p in session.parameters.items()
+            name: p.detach().to("meta", kept_type(p, masters))
+            for name, p in session.parameters.items()
         }
         self._laid: list[Flat] = []
-        rest, layers, self._modules = self._cut(shares, shard, order, blocks, types)
+        rest, layers, self._modules = self._cut(shares, shard, order, blocks, masters)
         super().__init__(
             rest,
             layers,
@@ -192,7 +193,7 @@ class SharedStates(Units):
         shard: Shard,
         order: NodeOrder | None,
         blocks: Sequence[str],
-        types: StateTypes,
+        masters: torch.dtype | None,
     ) -> tuple[Unit, dict[str, Unit], dict[str, nn.Module]]:
         """Find the units, and lay their parameters out."""
         session = self._session
@@ -216,7 +217,7 @@ class SharedStates(Units):
                 keeps_whole=shard != "all",
                 kept=self._kept,
                 order=order,
-                types=types,
+                masters=masters,
             )
             flats.setdefault(name, []).append(made)
             self._laid.append(made)

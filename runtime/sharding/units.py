@@ -432,12 +432,6 @@ class Units:
             unit.wait()
         self._is_open = self._stays_whole = True
 
-    def give_back(self) -> None:
-        """Bring all units to every worker for good, in the types that parameters had."""
-        self.make_whole()
-        for flat in self._flats:
-            flat.give_back()
-
     def free(self) -> None:
         """Let parameters be slices again, after ``make_whole``."""
         self._stays_whole = False

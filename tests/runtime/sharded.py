@@ -21,7 +21,7 @@ from hetflow.runtime.peers import SharedStore
 from hetflow.runtime.protocol.environment import Start
 from hetflow.runtime.repeated_layers import listed_blocks
 from hetflow.runtime.sharding import states as sharding
-from hetflow.runtime.sharding.flats import Flat, StateTypes
+from hetflow.runtime.sharding.flats import Flat
 from hetflow.runtime.sharding.leaves import LeafSums, NodeOrder
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema.layers import unit_of
@@ -281,9 +281,7 @@ def train_masters(kind: str, shard: Shard, shares: list[int]) -> None:
         model=model, device=place.device,
     )  # fmt: skip
     holdings = [[rank * ROUNDS + turn for turn in range(ROUNDS)] for rank in range(world)]
-    states = SharedStates(
-        session, shard, shares, NodeOrder(holdings), types=StateTypes(kept=torch.float32)
-    )
+    states = SharedStates(session, shard, shares, NodeOrder(holdings), masters=torch.float32)
     generator = torch.Generator().manual_seed(5)
     for _ in range(STEPS):
         batches = [
@@ -324,7 +322,7 @@ def train_masters(kind: str, shard: Shard, shares: list[int]) -> None:
     saved = {name: value.clone() for name, value in states.in_turn()}
     for (name, _), master in zip(whole.named_parameters(), masters, strict=True):
         assert torch.equal(saved[name], master), name
-    states.give_back()
+    states.make_whole()
     for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, other)
