@@ -18,7 +18,6 @@ from .costs.memory import reserve_of
 from .inputs import flat
 from .judging import confirmed
 from .limits import TimeShares
-from .plan_dollars import priced
 from .pool_parts import Parts, best_of_parts, parts_of
 from .request import Kind, Question, refuse_unread
 
@@ -50,7 +49,7 @@ def solve(question: Question, clock: TimeShares | None = None) -> Plan:
         reference_seconds={p.device_type: p.reference_seconds for p in used if p.reference_seconds}
         or None,
         reserves=tuple(reserve for reserve in reserves if reserve.total_bytes),
-        predicted=priced(plan.predicted, plan.devices_by_type, pool),
+        predicted=plan.predicted.at(pool.hourly_dollars(plan.devices_by_type)),
         cluster=pool if plan.cluster is None and pool != flat(pool) else plan.cluster,
         blocks=None if plan.shard is None or plan.layers else _blocks_for(question),
     )

@@ -17,7 +17,6 @@ from .apart import Apart, parts_to_tell_apart, told_apart
 from .limits import TimeShares
 from .parallel_problem import chunks_of, degrees_of, parallel_keys, parallel_problem
 from .pipelines import say_obstacle, trace_for, with_origin
-from .plan_dollars import priced
 from .pool_parts import Parts, best_of_parts, parts_of
 from .request import Question
 
@@ -67,7 +66,9 @@ def best_parallel(question: Question, clock: TimeShares) -> Plan:
     whole = replace(
         whole,
         alternatives=tuple(
-            replace(one, predicted=priced(one.predicted, one.devices_by_type, question.pool))
+            replace(
+                one, predicted=one.predicted.at(question.pool.hourly_dollars(one.devices_by_type))
+            )
             for one in whole.alternatives
             if one.predicted is not None
         ),

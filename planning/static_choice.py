@@ -17,14 +17,13 @@ from ..schema.errors import BackendError, InfeasibleError, ProblemError
 from ..schema.jobs import ModelThroughput, Throughputs
 from ..schema.market import Market
 from ..schema.options import option
-from ..schema.plan import Plan
+from ..schema.plan import Plan, dollars_per_million_samples
 from ..schema.problem import Problem
 from ..schema.profile import Profile
 from ..solvers.split.solve import solve
 from .checks.batch_split import check
 from .inputs import model_of
 from .market_prices import DevicePrice, all_prices
-from .plan_dollars import dollars_per_million_samples
 from .split_problem import split_problem
 
 _MOST_DEVICES = 1024  # of a type

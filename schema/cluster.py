@@ -345,6 +345,17 @@ class Cluster(Shown):
             ),
         )
 
+    def hourly_dollars(self, devices: Mapping[str, int]) -> float | None:
+        """Return what so many devices of each type cost per hour; None if a price is unknown."""
+        kinds = self.spelled_as(devices).device_types
+        total = 0.0
+        for name, number in devices.items():
+            price = kinds[name].dollars_per_hour if name in kinds else None
+            if price is None:
+                return None
+            total += price * number
+        return total
+
     @property
     def server_numbers(self) -> tuple[tuple[int, ...], ...] | None:
         """Number of the server that each entry of ``sizes`` belongs to [types][servers]."""

@@ -1,6 +1,7 @@
 """Plans: a solver's answer with its proof, and what a launcher needs to run it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from .cluster import Cluster
@@ -217,6 +218,19 @@ class Prediction:
     step_seconds_high: Seconds | None = None
     dollars_per_hour: NonNegative | None = None
     dollars_per_million_samples: NonNegative | None = None
+
+    def at(self, dollars_per_hour: float | None) -> "Prediction":
+        """Add what the devices cost per hour, and so per million samples; None adds nothing."""
+        rate = self.samples_per_second
+        if dollars_per_hour is None:
+            return self
+        each = dollars_per_million_samples(dollars_per_hour, rate) if rate > 0 else None
+        return replace(self, dollars_per_hour=dollars_per_hour, dollars_per_million_samples=each)
+
+
+def dollars_per_million_samples(dollars_per_hour: float, samples_per_second: float) -> float:
+    """Return the price of a million samples of a training on devices of a price per hour."""
+    return dollars_per_hour / 3600 / samples_per_second * 1e6
 
 
 @record
