@@ -190,11 +190,13 @@ class _BatchLoss(Tensor):
     """The loss of a batch, which Trainer repeats for each sample before it gathers."""
 
     def repeat(self, *sizes: Any) -> Tensor:
-        """[own samples] the loss, once for each sample of this worker."""
-        # Trainer asks for as many as the loader's batch size; here each worker has its share.
-        piece = training().piece
-        plain = self.as_subclass(Tensor)
-        return plain.repeat(*sizes) if piece is None else plain.repeat(piece.own_samples)
+        """[times] the loss on one worker, [0] on others: gathered it is as in one process."""
+        # So a short batch counts as there: gather_for_metrics cuts it, Seq2SeqTrainer's gather not.
+        current, plain = training(), self.as_subclass(Tensor)
+        if current.piece is None:
+            return plain.repeat(*sizes)
+        has_samples = list(map(bool, current.shares(current.piece)))
+        return plain.repeat(*sizes if current.place.rank == has_samples.index(True) else (0,))
 
 
 def _step(

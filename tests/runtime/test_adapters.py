@@ -145,13 +145,14 @@ def test_scripts_of_accelerate_train_as_one_process(tmp_path: Path, plan_of: Pla
 @pytest.mark.slow
 @pytest.mark.processes
 def test_trainers_arguments_do_as_in_one_process(tmp_path: Path, plan_of: Plans) -> None:
-    """Label smoothing, recomputed activations, grouping by length, the best model, streams."""
-    kinds = ("smooth", "stream", "bf16")
+    """Label smoothing, recomputed activations, grouping by length, the best model, generation."""
+    kinds = ("smooth", "stream", "bf16", "generated")
     alone(tmp_path, *scripts("one", *(f"featured.py:one-{kind}:{kind}" for kind in kinds)))
     resumed = (
         "featured.py:smooth:smooth:one-smooth/checkpoint-4",
         "featured.py:stream:stream:one-stream/checkpoint-3",
         "featured.py:bf16:bf16",
+        "featured.py:generated:generated",
     )
     code, stderr = launch(tmp_path, plan_of([(3, 8), (1, 8)]), *scripts("many", *resumed))
     assert code == 0, stderr

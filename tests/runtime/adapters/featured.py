@@ -1,4 +1,4 @@
-"""Trainer with its arguments: `smooth` (early stopping, best model, ...), `stream`, or `bf16`."""
+"""Trainer with its arguments: `smooth` (early stopping, ...), `stream`, `bf16` or `generated`."""
 
 import json
 import sys
@@ -8,6 +8,8 @@ from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -84,6 +86,11 @@ elif kind == "bf16":
     data = rows
     arguments = TrainingArguments(folder, bf16=True, use_cpu=True, save_strategy="no", **common)
     options = {}
+elif kind == "generated":
+    data, evaluated = rows, {"eval_strategy": "epoch", "predict_with_generate": True}
+    common |= evaluated | {"generation_max_length": 18, "generation_num_beams": 1}
+    arguments = Seq2SeqTrainingArguments(folder, num_train_epochs=1, save_strategy="no", **common)
+    options = {"eval_dataset": rows[:50]}
 else:
     data = rows
     is_old = "group_by_length" in TrainingArguments.__dataclass_fields__
@@ -111,7 +118,8 @@ else:
         "compute_metrics": right,
         "callbacks": [EarlyStoppingCallback(2)],
     }
-trainer = Trainer(model, arguments, data_collator=pad, train_dataset=data, **options)
+made = Seq2SeqTrainer if kind == "generated" else Trainer
+trainer = made(model, arguments, data_collator=pad, train_dataset=data, **options)
 trainer.add_callback(seen)
 trainer.train(resume_from_checkpoint=saved[0] if saved else None)
 if trainer.is_world_process_zero():
