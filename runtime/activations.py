@@ -6,12 +6,12 @@ always see.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -106,8 +106,9 @@ def _recomputed(layer: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[
     return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _contexts(layer: nn.Module) -> "tuple[nullcontext[None], _OnCopiesOfBuffers]":
-    return nullcontext(), _OnCopiesOfBuffers(layer)
+def _contexts(layer: nn.Module) -> "tuple[_Noting, _Repeating]":
+    noting = _Noting(layer)
+    return noting, _Repeating(noting)
 
 
 def _without_cache(value: Any) -> Any:
@@ -115,18 +116,45 @@ def _without_cache(value: Any) -> Any:
     return None if type(value).__name__.endswith("Cache") else value
 
 
-class _OnCopiesOfBuffers:
-    """The second forward pass changes no buffers, such as spectral norm's: it has copies."""
+class _Noting:
+    """The first forward pass, which notes what buffers were that it changes (spectral norm's).
+
+    Attributes:
+        before: (buffers of a module, name, what it was) of each.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         self._modules = list(layer.modules())
+        self.before: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
 
     def __enter__(self) -> None:
-        self._kept = [
-            (m._buffers, name, b) for m in self._modules for name, b in m._buffers.items()
+        self._all = [
+            (m._buffers, name, b, b._version, b.clone())
+            for m in self._modules
+            for name, b in m._buffers.items()
+            if b is not None
         ]
-        for buffers, name, buffer in self._kept:
-            buffers[name] = None if buffer is None else buffer.clone()
+
+    def __exit__(self, *error: object) -> None:
+        # What is not changed need not be held until the layer goes back.
+        self.before = [
+            (buffers, name, copy)
+            for buffers, name, b, version, copy in self._all
+            if b._version != version or buffers.get(name) is not b
+        ]
+        self._all.clear()
+
+
+class _Repeating:
+    """The second forward pass begins with the buffers of the first one, and leaves them alone."""
+
+    def __init__(self, noted: _Noting) -> None:
+        self._noted = noted
+
+    def __enter__(self) -> None:
+        self._kept = [(buffers, name, buffers.get(name)) for buffers, name, _ in self._noted.before]
+        for buffers, name, before in self._noted.before:
+            buffers[name] = before.clone()
 
     def __exit__(self, *error: object) -> None:
         for buffers, name, buffer in self._kept:

@@ -23,7 +23,7 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> HostLane:
 
 
 class Block(nn.Module):
-    """A layer that counts its calls, also in a buffer, and draws."""
+    """A layer that counts its calls, also in a buffer that it reads, and draws."""
 
     calls = 0
     seen: Tensor
@@ -37,7 +37,7 @@ class Block(nn.Module):
         Block.calls += 1
         self.seen.add_(1)
         first, second = self.last(self.drop(self.norm(x))).chunk(2, -1)
-        found: Tensor = x + scale * first * second.sigmoid()
+        found: Tensor = x + scale * first * second.sigmoid() * self.seen.clone()
         return found
 
 
