@@ -684,6 +684,30 @@ class GradientReducer:
             for flat in () if keeps else self.flats:
                 flat.zero_()
 
+    def take_earlier(self) -> None:
+        """Take over what a script's own loop has left of earlier steps' gradients since ``begin``.
+
+        It may have cleared or replaced them. Call it before the first gradient comes.
+        """
+        with torch.no_grad():
+            for index, view in self._buffers.views.items():
+                gradient = self._parameters[index].grad
+                if index in self._awaited or gradient is view:
+                    continue
+                if gradient is None:
+                    view.zero_()
+                    self.carried.discard(index)
+                elif gradient.data_ptr() != view.data_ptr():
+                    view.copy_(gradient if self._is_first else torch.zeros_like(gradient))
+                self._parameters[index].grad = view
+
+    @property
+    def seen(self) -> list[object]:
+        """What changes where a script clears or changes gradients between two passes of a step."""
+        held = [self._parameters[index].grad is None for index in sorted(self._used)]
+        # A tree of sums moves the buffers between passes by itself.
+        return [held, [flat._version for flat in self.flats if self._invariant is None]]
+
     def _carry(self, index: int, view: Tensor) -> bool:
         """Note the gradient that earlier steps left; on the first worker, put it into its view."""
         gradient = self._parameters[index].grad

@@ -345,11 +345,14 @@ class Job:
             self._rounds.close(step)
             self._check_settings()
             return loss
-        if not callable(function) or batch is None:
+        if not callable(function) or not isinstance(batch, Batch):
+            got = "no batch" if batch is None else f"a {type(batch).__name__} as batch"
             raise TargetError(
-                f"job.backward takes a function and a batch, or the loss of a part of a batch; it "
-                f"got {type(function).__name__} and {'no' if batch is None else 'a'} batch",
-                hint="job.backward(lambda x, y: criterion(model(x), y), batch)",
+                f"job.backward takes a function and a batch of job.batches, or the loss of a part "
+                f"of a batch; it got {type(function).__name__} and {got}",
+                hint="for batch in job.batches(loader): job.backward(lambda x, y: "
+                "criterion(model(x), y), batch); a function that draws batches: "
+                "job.batches(draw, steps=1000)",
             )
         session, agreement = self._session, self._agreement
         self._begin_step()

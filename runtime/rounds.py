@@ -40,6 +40,7 @@ class _Round:
     item: Pass | None = None  # the pass that runs; None on a worker without samples
     running: ExitStack = field(default_factory=ExitStack)  # what is undone when the pass ends
     runs: bool = False
+    seen: list[object] = field(default_factory=list)  # of the gradients after the last loss
 
     @property
     def num_parts(self) -> int:
@@ -188,6 +189,14 @@ class JobRounds:
         self._leave_losses()
         loss, stated = loss_and_weight(answer)
         engine, item = self._engine, held.item
+        if not held.given:
+            engine.reducer.take_earlier()
+        elif held.seen != engine.reducer.seen:
+            raise TargetError(
+                "the script clears or changes gradients between two parts of a batch",
+                hint="call optimizer.zero_grad() before the loop over job.parts(batch), or after "
+                "optimizer.step()",
+            )
         held.given, held.runs = held.given + 1, False
         held.step = replace(held.step, scaler=scaler)
         is_last = held.given == held.num_parts
@@ -204,6 +213,7 @@ class JobRounds:
             with held.running.pop_all():
                 mean = engine.give(held.step, item, answer, last=is_last)
         if not is_last:
+            held.seen = engine.reducer.seen
             return mean, None
         engine.end(held.step)
         return mean, held.step

@@ -141,7 +141,10 @@ class SplitEngine:
             self._holder.begin_step()
         self._script_hooks.take()
         # Before the totals: a scaler's factor is for this step's gradients, and ``begin`` drops it.
-        self.reducer.begin(self._write_sums, num_passes=len(batch.passes))
+        if self.shared_states is None:
+            self.reducer.begin(self._write_sums, num_passes=len(batch.passes))
+        else:  # a script's own loop may clear gradients behind its forward pass
+            self.shared_states.begin(late=step.has_run)
         self.totals.begin(batch.num_samples, step.agreement.settings_number, step.scaler)
         self._rest = {}  # a step that is repeated after a loss runs its passes anew
 

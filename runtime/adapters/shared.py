@@ -237,15 +237,9 @@ class SharedModel:
         self._asker, self._copies = None, {}
 
     def cut(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep this worker's slices of an optimizer's state that was loaded whole."""
-        places = self.states.places() if self.states is not None else {}
-        for parameter, state in optimizer.state.items():
-            if id(parameter) not in places:
-                continue
-            flat, number = places[id(parameter)]
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim() and value.shape == flat.shapes[number]:
-                    state[key] = value.reshape(-1)[flat.slice_of(number)].clone()
+        """Keep this worker's slices of an optimizer's state that was loaded or made whole."""
+        if self.states is not None:
+            self.states.cut(optimizer)
 
 
 class SharedModels:
@@ -339,14 +333,19 @@ class SharedModels:
         held = {id(p) for model in opened for p in model.module.parameters()}
         return bool(held) and {id(p) for p in given} <= held
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that does not update each number by itself."""
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this worker's slices of a state that the optimizer's constructor made (Adagrad).
+
+        Raises:
+            TargetError: The optimizer does not update each number by itself.
+        """
         if not is_elementwise(optimizer):
             raise TargetError(
                 f"{type(optimizer).__name__} is none of torch's optimizers that update each "
                 "number by itself, and workers hold slices of parameters",
                 hint="use Adam, AdamW or SGD; or solve without " + option("shard"),
             )
+        self.load(optimizer)
 
     def begin_update(self) -> None:
         """Let an optimizer find slices, and see them as what they are until ``end_update``."""
@@ -496,7 +495,8 @@ class SharedModels:
                 "the script reads the whole model within a step, between a forward pass and the "
                 "update, and workers share its states",
                 hint="read it after optimizer.step(); for a penalty on weights take the "
-                "optimizer's weight_decay, or solve with " + option("shard", "optimizer"),
+                "optimizer's weight_decay, or solve "
+                + ("with " + option("shard", "optimizer") if self.in_rounds else "without it"),
             )
 
     @plainly

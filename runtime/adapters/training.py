@@ -956,7 +956,7 @@ class Training:
         if not any(known is optimizer for known in self.optimizers):
             self.optimizers.append(optimizer)
             if self.sharing is not None:
-                self.sharing.check_optimizer(optimizer)
+                self.sharing.add_optimizer(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and id(parameter) not in self._trained:

@@ -465,6 +465,14 @@ class Flat:
             parameter.grad = None
         return bool(gradients)
 
+    @property
+    def gradient_version(self) -> tuple[int, int]:
+        """How often the room for gradients has changed, and how many parameters show it."""
+        if self._gradient is None:
+            return 0, 0
+        shown = sum(parameter.grad is not None for _, parameter in self.members)
+        return self._gradient._version, shown
+
     def await_gradients(self) -> None:
         """Give each parameter room for its whole gradient; parameters are whole."""
         if not self.is_trained:

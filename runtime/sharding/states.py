@@ -140,6 +140,7 @@ class SharedStates(Units):
         self._kept = kept or [range(rank, rank + 1) for rank in range(len(shares))]
         self._session, self._shard, self._sums_order = session, shard, order
         self._parameters = list(session.parameters.values())
+        self._known = set(map(id, self._parameters))
         check_elementwise(session.optimizers)
         if session.place.distributed and not session.place.is_outside:
             check_same_shapes(dict(session.parameters), session.place)
@@ -184,6 +185,8 @@ class SharedStates(Units):
         self._knows_order = self._is_alone = False
         self._order_name = self._num_passes = 0  # since the order was learned, alike on all workers
         self.moves = 0
+        for optimizer in session.optimizers:  # some make it as they are made (Adagrad)
+            self.cut(optimizer)
         self._norm = clip_grad._get_total_norm
         clip_grad._get_total_norm = self._total_norm
 
@@ -226,6 +229,19 @@ class SharedStates(Units):
         units = {name: Unit(found) for name, found in flats.items()}
         return rest, units, {name: modules[name] for name in units}
 
+    def cut(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep this worker's slices of an optimizer's state that was loaded or made whole."""
+        places = self.places()
+        for parameter, state in optimizer.state.items():
+            if id(parameter) not in places:
+                continue
+            flat, number = places[id(parameter)]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == flat.shapes[number]:
+                    own = value.reshape(-1)[flat.slice_of(number)]
+                    kept = self.shapes[self._names[flat.members[number][0]]].dtype
+                    state[key] = own.to(kept, copy=True)
+
     def treat(self, how: Activations) -> None:
         """Let repeated layers keep, recompute or offload their activations from now on."""
         treat(self._modules.values(), how)
@@ -247,27 +263,56 @@ class SharedStates(Units):
     def _came(self, index: int, parameter: Tensor) -> None:
         if not self._discards:
             self._used.add(index)
-        if self._trains and not self._flat_of[index].awaits_gradients:
+        if self._trains and not self._is_late and not self._flat_of[index].awaits_gradients:
             raise _outside(f"the loss has a gradient of {self._names[index]}")
 
     # A step, as ``GradientReducer`` has it
 
-    def begin(self, write_sums: object = None, *, num_passes: int | None = None) -> None:
-        """Start a step; gradients that are still set stay in the sum."""
+    def begin(
+        self, write_sums: object = None, *, num_passes: int | None = None, late: bool = False
+    ) -> None:
+        """Start a step; gradients that are still set stay in the sum.
+
+        With ``late`` those do that are set when ``take_earlier`` is called: until then a script may
+        clear them.
+        """
         if self._layout() != self._trained:
             raise TargetError(
                 "parameters were frozen or unfrozen after hf.prepare, and their states are shared",
                 hint="freeze them before",
             )
+        if any(id(p) not in self._known for p in self._session.model.parameters()):
+            raise TargetError(
+                "the model has parameters that it had not before the first step, and workers share "
+                "the states of the others",
+                hint="add or replace parameters before; or solve without " + option("shard"),
+            )
         self._used.clear()
         self._factor = None
         self.keep_own()
-        self._carried = any([flat.begin_sums() for flat in self._flats])
+        self._is_late = late
+        if not late:
+            self._carry()
         for unit in self._all:
             unit.free(shows=False)
         if not self.shares_weights:
             for unit in (self._rest, *map(self._units.__getitem__, self._order)):
                 unit.gather()
+        self._kept_nodes.clear()
+
+    def take_earlier(self) -> None:
+        """Take over the gradients of earlier steps that the script has left by now."""
+        self._is_late = False
+        self._carry()
+        self.await_gradients()
+
+    @property
+    def seen(self) -> list[object]:
+        """What changes where a script clears or changes gradients between two passes of a step."""
+        return [flat.gradient_version for flat in self._flats]
+
+    def _carry(self) -> None:
+        self._carried = any([flat.begin_sums() for flat in self._flats])
         if self._carried and self._sums_order is not None and not self.in_rounds:
             raise TargetError(
                 "gradients of an earlier step are still there, and this worker has its share of "
@@ -275,7 +320,6 @@ class SharedStates(Units):
                 hint="call optimizer.zero_grad() in every step; or solve with "
                 + option("shard", "gradients"),
             )
-        self._kept_nodes.clear()
 
     def _layout(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
@@ -312,7 +356,8 @@ class SharedStates(Units):
             for unit in self._all:  # else each comes while others run
                 unit.wait()
         self._rest.wait()
-        self.await_gradients()
+        if not self._is_late:
+            self.await_gradients()
 
     def await_gradients(self) -> None:
         """Make room for gradients of what is whole for a pass; a script may have cleared them."""

@@ -164,6 +164,7 @@ class Units:
         self._reduced: Unit | None = None
         self._is_open = self._trains = self._stays_whole = self._discards = False
         self._reruns = False  # whether all units run again, forward, in a backward pass
+        self._is_late = False  # whether gradients of earlier steps are still the script's
         self._turning = ""  # the unit that the next pass begins with, too
         self._factor: Tensor | None = None
         self._hooks: list[RemovableHandle] = []
@@ -185,7 +186,10 @@ class Units:
             for name, module in modules.items()
             for hook in (
                 module.register_forward_pre_hook(
-                    partial(self._before_forward, name), with_kwargs=True
+                    # Before hooks of the script's, which may read weights (pruning).
+                    partial(self._before_forward, name),
+                    prepend=True,
+                    with_kwargs=True,
                 ),
                 module.register_forward_hook(lambda *given, name=name: self.after(name, given[-1])),
             )
@@ -198,6 +202,11 @@ class Units:
     ) -> Any:
         if not self._is_open:
             raise TargetError(_NOT_HERE, hint="call it inside of these, on all workers alike")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise TargetError(
+                f"torch.func transforms a call of {name}, whose weights workers share",
+                hint="take torch.autograd in its place; or solve without " + option("shard"),
+            )
         return self.before(name, args, kwargs)
 
     def before(
@@ -268,7 +277,7 @@ class Units:
         """Wait for a unit's weights, with room for gradients that no pass reduces."""
         if not unit.is_whole:
             unit.wait()
-            if self._trains and not self.in_rounds:
+            if self._trains and not self.in_rounds and not self._is_late:
                 unit.await_gradients()
 
     def _goes(self, name: str) -> bool:

@@ -117,9 +117,10 @@ def whole(make: Callable[..., Any]) -> Result:
     job, losses = make(model, optimizer), []
     for _ in range(EPOCHS):
         for x, y in job.batches(loader()):
-            loss = job.backward(cross_entropy(model(x), y))
+            loss = cross_entropy(model(x), y)
+            optimizer.zero_grad()  # behind the forward pass, as many scripts do
+            loss = job.backward(loss)
             optimizer.step()
-            optimizer.zero_grad()
             losses.append(float(loss))
     job.finish()
     return losses, model.state_dict()
@@ -132,13 +133,14 @@ def tokens(make: Callable[..., Any]) -> Result:
     job, losses = make(model, optimizer), []
     for _ in range(EPOCHS):
         for batch in job.batches(loader()):
-            for x, y in job.parts(batch):
+            for number, (x, y) in enumerate(job.parts(batch)):
                 y = torch.where(x[:, 1] < -1.2, -100, y)  # noqa: PLW2901
                 count = int((y != -100).sum())
                 total = cross_entropy(model(x), y, reduction="sum")
+                if number == 0:
+                    model.zero_grad()
                 loss = job.backward(total / max(count, 1), weight=count)
             optimizer.step()
-            optimizer.zero_grad()
             losses.append(float(loss))
     job.finish()
     return losses, model.state_dict()

@@ -197,6 +197,10 @@ WRONG = {
         lambda job, batch, model: job.backward(torch.ones(()), batch),
         "a batch goes with a function",
     ),
+    "a function with the loader's own batch": (
+        lambda job, batch, model: job.backward(lambda x: model(x).mean(), (torch.ones(2, 4),)),
+        "it got function and a tuple as batch",
+    ),
 }
 
 

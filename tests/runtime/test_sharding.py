@@ -242,11 +242,29 @@ def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     )  # fmt: skip
 
 
+def test_a_state_that_an_optimizer_made_at_once_is_cut() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    states = SharedStates(session_of(model, optimizer), "all", [1], masters=torch.float32)
+    total = optimizer.state[model[0].weight]["sum"]
+    assert (total.tolist(), total.dtype) == ([0.5] * 4, torch.float32)
+    states.close()
+
+
 def test_refuses_what_slices_cannot_do() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(TargetError, match="Adafactor is none of"):
         SharedStates(session_of(model, torch.optim.Adafactor(model.parameters())), "all", [1])
+    read: list[int] = []  # by a hook that was there before, as of pruning
+    model[1].register_forward_pre_hook(lambda layer, _: read.append(len(layer.weight)))
     states = SharedStates(session_of(model, torch.optim.SGD(model.parameters())), "all", [1])
+    states.begin()
+    states.enter(0)
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+    assert read == [2]
+    with pytest.raises(TargetError, match=r"torch\.func transforms a call of 0"):
+        torch.func.vmap(model)(torch.ones(3, 2))
+    states.leave()
     with pytest.raises(TargetError, match=r"outside of job\.backward"):
         model(torch.ones(1, 2))
     states.check_step(3, [1, 1, 1])
@@ -255,6 +273,33 @@ def test_refuses_what_slices_cannot_do() -> None:
     model[0].requires_grad_(False)
     with pytest.raises(TargetError, match="frozen or unfrozen"):
         states.begin()
+    model[0].requires_grad_(True)
+    model[0].weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(TargetError, match="had not before the first step"):
+        states.begin()
+    states.close()
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "all"])
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_loop_may_clear_gradients_behind_its_forward_pass(shard: Shard, *, clears: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    (expected,) = torch.autograd.grad(model(x).sum(), [model[0].weight])
+    states = SharedStates(session_of(model, optimizer), shard, [1])
+    for _ in range(2):
+        states.begin(late=True)
+        with states.passing(0):
+            loss = model(x).sum()
+            if clears:
+                optimizer.zero_grad()
+            states.take_earlier()
+            loss.backward()
+        states.launch_rest()
+        states.wait()
+        found = model[0].weight.grad
+        assert found is not None
+    torch.testing.assert_close(found.flatten(), expected.flatten() * (1 if clears else 2))
     states.close()
 
 

@@ -59,7 +59,7 @@ if kind == "fsdp":
 else:
     model, critic = DDP(bare, find_unused_parameters=True), DDP(critic)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-critics = torch.optim.AdamW(critic.parameters(), lr=0.01)
+critics = torch.optim.Adagrad(critic.parameters(), lr=0.01)  # it makes its state at once
 losses, norms, right = [], [], []
 
 
