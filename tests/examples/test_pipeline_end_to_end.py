@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import hetflow.examples
+from hetflow.tests import programs
 
 pytestmark = pytest.mark.measures
 
@@ -18,6 +19,7 @@ FOLDER = Path(hetflow.examples.__file__).parent / "pipeline_end_to_end"
 def test_a_solved_pipeline_on_unlike_devices_equals_one_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
     spec = importlib.util.spec_from_file_location("pipeline_end_to_end", FOLDER / "run.py")
     assert spec is not None
     assert spec.loader is not None

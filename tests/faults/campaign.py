@@ -16,16 +16,16 @@ from pathlib import Path
 
 from .faults import KINDS, PIPELINE, Story, stories
 from .processes import Commands, marked_commands
-from .run import Run, Violation
+from .run import NUM_EPOCHS, Run, Violation
 
 Expected = tuple[str, str, str]  # digests of a split, of a pipeline, and of a split's weights
 
 
-def undisturbed(folder: Path, commands: Commands) -> Expected:
+def undisturbed(folder: Path, commands: Commands, num_epochs: int = NUM_EPOCHS) -> Expected:
     """Digests of runs to which nothing happens."""
     runs = []
     for name in ("1xcpu:fast", PIPELINE):
-        runs.append(Run(folder / name, Story("stop", (name,), ()), commands))
+        runs.append(Run(folder / name, Story("stop", (name,), ()), commands, num_epochs))
         runs[-1].go()
     return runs[0].digest(), runs[1].digest(), runs[0].digest_of("weights")
 
@@ -37,6 +37,7 @@ def campaign(
     expected: Expected,
     commands: Commands,
     *,
+    num_epochs: int = NUM_EPOCHS,
     say: Callable[[str], object] = lambda text: None,
 ) -> Counter[str]:
     """Go through the stories of a seed; how many faults of each kind, and how launches ended.
@@ -47,6 +48,7 @@ def campaign(
         num_faults: How many faults.
         expected: The digests at the end.
         commands: How launches start.
+        num_epochs: How long each run trains, as the undisturbed ones did.
         say: Told after each run how it went.
 
     Raises:
@@ -57,7 +59,7 @@ def campaign(
         part = 0
         while story.faults:
             began, own = time.monotonic(), folder / f"seed-{seed}-run-{number}-{part}"
-            run = Run(own, story, commands)
+            run = Run(own, story, commands, num_epochs)
             try:
                 left = run.go()
                 if run.digest() != expected[2 if story.shard else story.is_pipeline]:

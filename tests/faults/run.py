@@ -30,6 +30,7 @@ NODES, NODE_SAMPLES = 4, 4
 LIMIT_SECONDS = 200.0  # for any one thing to happen; a hang otherwise
 HEARTBEAT_SECONDS = 3.0
 CHECKPOINT_EVERY = 5
+NUM_EPOCHS = 40  # of five steps: for 25 faults
 OWN_PRELOADED_EVERY = (
     4  # the first launch of a run, the fifth, ... has a preloaded process of its own
 )
@@ -104,13 +105,15 @@ class Run:
         folder: Of its own; made here.
         story: What happens.
         commands: How commands start; those of one run at a time.
+        num_epochs: How long it trains.
     """
 
-    def __init__(self, folder: Path, story: Story, commands: Commands) -> None:
+    def __init__(self, folder: Path, story: Story, commands: Commands, num_epochs: int) -> None:
         for name in ("saved", "tmp"):
             (folder / name).mkdir(parents=True)
         self.folder, self.run, self.saved = folder, folder / "run", folder / "saved"
         self._story, self._commands, self._processes = story, commands, commands.processes
+        self._num_epochs = num_epochs
         self.did: list[str] = []
         self.counts: Counter[str] = Counter()
         self.num_launches = self.last_step = 0
@@ -141,7 +144,8 @@ class Run:
         options += ["--redundancy", "1"] if self._story.redundancy else []
         self._restart_progress(from_scratch=self._from_scratch)
         self._from_scratch = False
-        script = [str(SCRIPT), str(self.folder), *(["pipeline"] if is_pipeline else [])]
+        script = [str(SCRIPT), str(self.folder), str(self._num_epochs)]
+        script += ["pipeline"] if is_pipeline else []
         self._launchers, self._outputs = [], []
         for host in self._hosts_options():
             number = len(self._launchers)

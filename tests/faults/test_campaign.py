@@ -4,7 +4,6 @@ import subprocess
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from hetflow.runtime.checkpoints import checkpoint, parts
 from hetflow.runtime.checkpoints.checkpoint import BrokenCheckpoint
 
-from .campaign import Expected, campaign, table, undisturbed
+from .campaign import campaign, table, undisturbed
 from .faults import (
     HOSTS_KINDS,
     KINDS,
@@ -25,7 +24,7 @@ from .faults import (
     stories,
     tear,
 )
-from .processes import Commands, Processes, marked_commands
+from .processes import Processes, marked_commands
 from .run import Violation, check_words, plan_of
 
 pytestmark = pytest.mark.processes
@@ -116,20 +115,10 @@ def test_the_table_names_every_kind() -> None:
     assert "   1 launch ended: worker N died" in found
 
 
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    with marked_commands() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, commands: Commands) -> Expected:
-    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run", commands)
-
-
 @pytest.mark.slow
-def test_runs_with_faults_end_with_the_digest_of_an_undisturbed_one(
-    tmp_path: Path, expected: Expected, commands: Commands
-) -> None:
-    counts = campaign(tmp_path, 0, 10, expected, commands)
+def test_runs_with_faults_end_with_the_digest_of_an_undisturbed_one(tmp_path: Path) -> None:
+    num_epochs = 16  # a run of few faults is soon through
+    with marked_commands() as commands:
+        expected = undisturbed(tmp_path / "undisturbed", commands, num_epochs)
+        counts = campaign(tmp_path, 0, 10, expected, commands, num_epochs=num_epochs)
     assert sum(counts[kind] for kind in KINDS) == 10

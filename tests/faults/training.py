@@ -1,12 +1,12 @@
-"""What the fault campaign trains: batch-norm, dropout, a schedule, draws of its own; 200 steps.
+"""What the fault campaign trains: batch-norm, dropout, a schedule, draws of its own.
 
-``training.py FOLDER [pipeline]``: after each step it appends "STEP PID" to ``FOLDER/progress``, and
-it goes on only while ``FOLDER/limit`` is above it. It shuts its connections down when
-``FOLDER/cut-PID`` comes. Split runs predict after each epoch; while ``FOLDER/hold-predict`` is
-there, a worker in its part of that leaves ``predicting-PID`` and waits. While
-``FOLDER/hold-finish`` is there, a worker whose job is over leaves ``finished-PID`` and waits. The
-first worker writes ``FOLDER/digest-all`` of all that training leaves, and ``FOLDER/digest-weights``
-without the optimizer's state.
+``training.py FOLDER EPOCHS [pipeline]``: after each step it appends "STEP PID" to
+``FOLDER/progress``, and it goes on only while ``FOLDER/limit`` is above it. It shuts its
+connections down when ``FOLDER/cut-PID`` comes. Split runs predict after each epoch; while
+``FOLDER/hold-predict`` is there, a worker in its part of that leaves ``predicting-PID`` and waits.
+While ``FOLDER/hold-finish`` is there, a worker whose job is over leaves ``finished-PID`` and waits.
+The first worker writes ``FOLDER/digest-all`` of all that training leaves, and
+``FOLDER/digest-weights`` without the optimizer's state.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ from hetflow import runtime as hf
 from hetflow.runtime.nested_tensors import digest_of
 from hetflow.tests.launcher.saved_log import Log
 
-HERE = Path(sys.argv[1])
-EPOCHS, NUM_SAMPLES, BATCH = 40, 70, 16  # five steps an epoch, the last of six samples
+HERE, EPOCHS = Path(sys.argv[1]), int(sys.argv[2])
+NUM_SAMPLES, BATCH = 70, 16  # five steps an epoch, the last of six samples
 
 
 def cut_when_asked() -> None:

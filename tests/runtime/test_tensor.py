@@ -174,7 +174,6 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "chunks": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
         "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-cores": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
-        "exported-gpt2": ("gpt2:sgd:clip-unseen", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
         "exported-gpt2-cores": ("gpt2:sgd:clip-unseen", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
         "exported-bert": ("bert:adam:clip-unseen", [(BERT[0], (2,)), (BERT[1], (2,))]),
         "exported-neox": ("neox:adam:clip-unseen", [(NEOX[0], (2,)), (NEOX[1], (2,))]),
@@ -182,12 +181,8 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "exported-qwen-apart": (
             "qwen:adam:clip", [((*QWEN[0], *QWEN[1][:2]), (2,)), (QWEN[1][2:], (2,))]
         ),
-        "sized": ("sized:sgd:clip", [(FIRST, (2,)), (LAST, (2,))]),
         "sized-chunks": ("sized:sgd:clip", [(part, (2,)) for part in CHUNKS]),
         "apart-cores": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
-        "again": ("zoo:adam:clip", [(FIRST, (2,)), (LAST, (2,))]),
-        "chunks-again": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
-        "d2-again": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "d2-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "d2-unlike-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "d2-unlike-gradients-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
@@ -205,7 +200,6 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "again": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))]),
         "weights": ("zoo:sgd:clip", [(APART[0], (2, 2)), (APART[1], (2, 2))]),
         "chunks": ("zoo:sgd:clip", [(part, (2, 2)) for part in CHUNKS]),
-        "chunks-again": ("zoo:sgd:clip", [(part, (2, 2)) for part in CHUNKS]),
     }),
     "t2-d2": (4, {
         "zoo": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
@@ -230,7 +224,11 @@ TRAININGS = [
 # for rounding (those of keys' biases) by their size.
 ONLY_SHARDED = ("groups", "whole")
 COMPARED = [p for p in TRAININGS if not str(p.values[1]).startswith(ONLY_SHARDED)]
-SAME_BITS = [p for p in TRAININGS if str(p.values[1]).endswith(("-shards", "-cores"))]
+SAME_BITS = [
+    p
+    for p in TRAININGS
+    if str(p.values[1]).endswith(("-shards", "-cores")) and "exported" not in str(p.values[1])
+]
 
 
 def run_world(folder: Path, size: int, plans: dict[str, tuple[str, Plan]]) -> list[dict]:
