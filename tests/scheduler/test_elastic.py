@@ -180,9 +180,13 @@ def test_each_of_several_servers_shares_its_devices_and_no_job_is_on_two(
         ({"devices": 2, "devices_at_most": 4}, "leave devices out"),
         ({"gpus": "2xa", "devices_at_most": 2}, "leave devices_at_most out"),
         ({"devices_at_most": "many"}, "devices_at_most"),
+        ({"gpus": "1xa,1xb", "devices": 3}, "leave devices out"),
+        ({"gpus": "2x(4xa)"}, "without servers"),
+        ({"gpus": "0xa"}, "0xa"),
+        ({"gpus": 4}, "gpus"),
     ],
 )
-def test_ranges_that_make_no_sense_are_refused(
+def test_devices_that_make_no_sense_are_refused(
     tmp_path: Path, asked: Asked, values: dict[str, object], said: str
 ) -> None:
     job = asked("sane")

@@ -23,4 +23,4 @@ def test_a_job_that_has_ended_is_done_once_whatever_is_stopped_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_workplace(tmp_path, SCRIPT, monkeypatch)
-    assert sum(campaign(tmp_path, 24, 8).values()) == 8
+    assert sum(campaign(tmp_path, 24, 6).values()) == 6

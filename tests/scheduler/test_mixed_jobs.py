@@ -9,10 +9,9 @@ import pytest
 from hetflow.cli.main import run
 from hetflow.clusters.scheduler.history import history
 from hetflow.clusters.scheduler.leases import PLAN
-from hetflow.clusters.scheduler.submission import Submission, submission
+from hetflow.clusters.scheduler.submission import Submission
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.cluster import Cluster as Pool
-from hetflow.schema.errors import HetflowError
 from hetflow.schema.files import read_plan
 
 from .conftest import FakeEngine
@@ -110,22 +109,3 @@ def test_a_job_that_can_never_have_its_devices_is_held_with_the_reason(
     cluster.tick()
     assert cluster.states() == ["held", "running"]
     assert said in str(cluster.job(1)["reason"])
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"gpus": "1xa,1xb", "devices": 3}, "leave devices out"),
-        ({"gpus": "2x(4xa)"}, "without servers"),
-        ({"gpus": "0xa"}, "0xa"),
-        ({"gpus": 4}, "gpus"),
-    ],
-)
-def test_devices_that_make_no_sense_are_refused(
-    tmp_path: Path, asked: Asked, values: dict[str, object], said: str
-) -> None:
-    job = asked("sane")
-    sane = {"script": job.script, "profiles": job.profiles, "batch_size": 16, "steps": 10}
-    with pytest.raises(HetflowError, match=said) as refused:
-        submission({**sane, **values}, base=tmp_path, name="job")
-    assert "\n" not in refused.value.message
