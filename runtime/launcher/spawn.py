@@ -16,7 +16,7 @@ from ...devices.backend import DEVICES
 from ...devices.collectives import INTERFACE_VARIABLES
 from ...devices.cpu import DEVICE_TYPE as CPU
 from ...devices.cpu import base_type
-from ...devices.local import IMAGINED, accelerators, devices_of_types, known_as
+from ...devices.local import IMAGINED, accelerators, devices_of_types, known_as, may_be
 from ...devices.precision import emulated_bfloat16, mixed_tf32
 from ...schema.errors import HetflowError, TargetError
 from ...schema.launch import LaunchConfig, WorkerSlot
@@ -173,6 +173,15 @@ def imagined_seats(slots: Sequence[WorkerSlot], config: LaunchConfig) -> list[Se
 
 
 def _too_few(device_type: str, needed: int, present: int) -> HetflowError:
+    alike = [] if present else [one for one in accelerators() if may_be(device_type, one)]
+    if len(alike) > 1:
+        # Of a type of several hosts none is guessed: it was measured on one of them at most.
+        names = ", ".join(f"{device.num_devices} x {device.device_type}" for device in alike)
+        return TargetError(
+            f"the plan needs {needed} x {device_type}, and this machine has several types of that "
+            f"name: {names}",
+            hint="profile each, and solve for the one that is meant, or for both",
+        )
     return TargetError(
         f"the plan needs {needed} x {device_type}, this machine has {present}",
         hint="solve again for the devices at hand (`hetflow devices`), or launch over several "

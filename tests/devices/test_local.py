@@ -57,7 +57,7 @@ def test_a_former_name_of_two_types_is_not_guessed(host: list[LocalDevice]) -> N
         rank=0, device_type="A100", virtual_nodes=(VirtualNode(index=0, batch_size=1),)
     )
     config = LaunchConfig(model="m", global_batch_size=1, workers=(slot,))
-    with pytest.raises(TargetError, match="needs 1 x A100, this machine has 0"):
+    with pytest.raises(TargetError, match="types of that name: 1 x A100-40GB, 1 x A100-80GB"):
         seat_workers(config.workers, config)
 
 
