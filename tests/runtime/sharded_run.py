@@ -1,6 +1,7 @@
 """Train a small model with tied weights by hf.prepare, and save it. A script for launches.
 
-Usage: sharded_run.py EPOCHS FILE [masters]. In float64, or in bfloat16 with float32 masters.
+Usage: sharded_run.py EPOCHS FILE [masters|norms]. In float64, or in bfloat16 with float32 masters;
+with ``norms`` a model with BatchNorm.
 """
 
 import sys
@@ -46,6 +47,33 @@ class Model(nn.Module):
         return found
 
 
+class NormBlock(nn.Module):
+    """A layer that repeats, whose statistics a pass updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.outside(self.mix(F.relu(self.inside(x.mT).mT)).mT).mT
+        return found
+
+
+class NormModel(Model):
+    """The same with BatchNorm in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NormBlock() for _ in range(3))
+
+
+def data_of() -> tuple[Tensor, Tensor]:
+    """Words of all samples, and what is to be found."""
+    ids = torch.randint(0, WORDS, (SAMPLES, 5), generator=torch.Generator().manual_seed(1))
+    return ids, ids.flip(1)
+
+
 def loss_of(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
     """The mean cross entropy of the words."""
     return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
@@ -55,12 +83,12 @@ def main() -> None:
     """Train, evaluate, and save the whole model."""
     torch.manual_seed(0)
     masters = torch.float32 if "masters" in sys.argv else None
-    model = Model().to(torch.bfloat16 if masters else torch.float64)
+    made = NormModel() if "norms" in sys.argv else Model()
+    model = made.to(torch.bfloat16 if masters else torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     job = hf.prepare(model, optimizer, masters=masters)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, WORDS, (SAMPLES, 5), generator=generator)
-    data = TensorDataset(ids, ids.flip(1))
+    ids, targets = data_of()
+    data = TensorDataset(ids, targets)
     for _ in range(int(sys.argv[1])):
         for batch in job.batches(DataLoader(data, batch_size=8)):
             optimizer.zero_grad()
@@ -68,7 +96,8 @@ def main() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     with job.evaluation() as whole:
-        evaluated = float(loss_of(whole, ids, ids.flip(1)))
+        assert not whole.training
+        evaluated = float(loss_of(whole, ids, targets))
     job.finish()
     if job.is_main:
         torch.save({"loss": evaluated, "model": model.state_dict()}, sys.argv[2])

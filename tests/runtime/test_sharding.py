@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -76,6 +77,56 @@ def test_layers_that_run_again_on_some_workers_end_all(tmp_path: Path, again: in
 @pytest.mark.processes
 def test_all_kinds_of_models_train_as_one_process(tmp_path: Path) -> None:
     train(tmp_path, "compiled", "gpt", "llama", "vit", "resnet")
+
+
+def by_hand(epochs: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """The evaluated loss and the state of a model whose virtual nodes have statistics of their own.
+
+    Each node normalises its own samples. The evaluated model has the mean of their statistics by
+    samples.
+    """
+    torch.manual_seed(0)
+    model = sharded_run.NormModel().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sizes = [size for number, size in DEVICES for _ in range(number)]
+    own = [deepcopy(dict(model.named_buffers())) for _ in sizes]
+    ids, targets = sharded_run.data_of()
+    for batch in list(zip(ids.split(8), targets.split(8), strict=True)) * epochs:
+        optimizer.zero_grad()
+        parts = zip(*(each.split(sizes) for each in batch), strict=True)
+        for statistics, samples in zip(own, parts, strict=True):
+            model.load_state_dict(statistics, strict=False)
+            (sharded_run.loss_of(model, *samples) * len(samples[0]) / 8).backward()
+            statistics.update(deepcopy(dict(model.named_buffers())))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    merged = {
+        name: sum(size * each[name] for size, each in zip(sizes, own, strict=True)) / sum(sizes)
+        for name in own[0]
+        if own[0][name].is_floating_point()
+    }
+    model.load_state_dict({**own[0], **merged}, strict=False)
+    return sharded_run.loss_of(model.eval(), ids, targets).item(), model.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("shard", "shares"), [(None, ()), ("optimizer", (5, 1)), ("gradients", (1, 0)), ("all", (1, 3))]
+)
+def test_virtual_nodes_keep_their_own_statistics_whatever_is_shared(
+    tmp_path: Path, plan_of: Callable[..., Plan], shard: Shard | None, shares: Sequence[int]
+) -> None:
+    files.write(tmp_path / "plan.json", shared(plan_of(DEVICES), shard, shares))
+    command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / "run"]
+    command += [tmp_path / "plan.json", HERE / "sharded_run.py", "2", tmp_path / "end.pt", "norms"]
+    done = programs.run(command, timeout=240)
+    assert done.returncode == 0, done.stderr
+    loss, state = by_hand(2)
+    found = torch.load(tmp_path / "end.pt")
+    assert found["loss"] == pytest.approx(loss, rel=1e-10)
+    for name, value in state.items():
+        assert torch.allclose(found["model"][name], value, rtol=1e-9, atol=1e-10), name
 
 
 @pytest.mark.slow
