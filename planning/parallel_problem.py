@@ -23,7 +23,13 @@ from ..schema.parallel import (
 from ..schema.problem import Problem
 from ..schema.profile import LayerGraph, LayerNode, Profile
 from ..schema.schedule import traits
-from .costs.memory import COMPARED_BYTES, WAITING_BYTES, exchange_bytes, workspaces
+from .costs.memory import (
+    COMPARED_BYTES,
+    WAITING_BYTES,
+    exchange_bytes,
+    workspaces,
+    writes_at_once,
+)
 from .links import LinkSource, Pair, PoolLinks, measured_between
 from .pipeline_problem import graph_of, layered, reserve_in_pipeline
 from .pool_parts import Key, Keys
@@ -93,7 +99,7 @@ def parallel_problem(
         recompute=_recomputations(chosen) if recompute else ("none",),
         optimizer=read.optimizer,
         tied_to=_tied_to(read.order),
-        waiting_bytes=0 if any(p.base_memory_bytes for p in chosen) else WAITING_BYTES,
+        waiting_bytes=0 if all(writes_at_once(profile) for profile in chosen) else WAITING_BYTES,
         **choices,
         between=tuple(
             TypesLink(device_types=types, curve=_curve(rate, chosen, types, links))

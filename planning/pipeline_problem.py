@@ -15,7 +15,15 @@ from ..schema.problem import Problem
 from ..schema.profile import LayerGraph, LayerNode, MemoryReserve, Profile
 from ..schema.schedule import DEFAULT_SCHEDULE, traits
 from .costs.compute import busy_ratio
-from .costs.memory import WAITING_BYTES, exchange_bytes, reserve_of, with_reserve, workspaces
+from .costs.memory import (
+    COMPARED_BYTES,
+    WAITING_BYTES,
+    exchange_bytes,
+    reserve_of,
+    with_reserve,
+    workspaces,
+    writes_at_once,
+)
 from .links import LinkSource, Pair, PoolLinks, links_of, measured_between
 from .pool_parts import Key, Keys
 
@@ -108,6 +116,7 @@ def pipeline_problem(
         link_bytes_per_second=problem.link_bytes_per_second,
         message_seconds=max(read.links.latency_seconds, _message_seconds(read.profiles)),
         step_error=_step_error(read.profiles),
+        sample_bytes=max(graph.sample_bytes or 0 for graph in read.graphs),
         **choices,
     )
 
@@ -235,6 +244,7 @@ def layers_of_graph(
             stashed_bytes=node.stashed_bytes,
             shared_with=node.shared_with,
             shared_weight_bytes=node.shared_weight_bytes or 0,
+            halved_bytes=_halved(node),
         )
         for node in order
     )
@@ -318,7 +328,7 @@ def _pool(
         memory_bytes=profile.device_memory_bytes,
         workspace_bytes=_workspace(profile, graph),
         base_memory_bytes=profile.base_memory_bytes,
-        **_for_a_while(profile, graph, read.optimizer),
+        **_for_a_while(profile, graph, nodes, read.optimizer),
         **measured,
     )
 
@@ -346,26 +356,38 @@ def _step_error(profiles: Sequence[Profile]) -> float | None:
     return max((error for error in found if error is not None), default=None)
 
 
-def _for_a_while(profile: Profile, graph: LayerGraph, optimizer: OptimizerState) -> dict[str, Any]:
+def _for_a_while(
+    profile: Profile, graph: LayerGraph, nodes: Sequence[LayerNode], optimizer: OptimizerState
+) -> dict[str, Any]:
     """What updates, first gradients and messages take for a while, as far as it was measured."""
     if not workspaces(graph):
         return {}
     # Where the allocator keeps an update's workspace apart, ``_workspace`` has it.
-    is_apart = profile.update_workspace_bytes is not None
+    is_apart = writes_at_once(profile)
     ratio = optimizer.workspace_bytes_per_weight_byte
     return {
         "update_bytes_per_weight_byte": 0.0 if is_apart else ratio or 0.0,
         "waiting_bytes": 0 if is_apart else WAITING_BYTES,
         "copies_messages": True,
+        "layer_workspace_bytes": tuple(workspaces(graph).get(each.id, 0) for each in nodes),
     }
+
+
+def _halved(node: LayerNode) -> int:
+    """What waits between the halves of a layer's backward pass; its output's gradient at least."""
+    if node.halved_bytes is not None:
+        return node.halved_bytes
+    return max(node.activation_bytes, node.stashed_bytes or 0) if node.weight_bytes else 0
 
 
 def _workspace(profile: Profile, graph: LayerGraph) -> int:
     """Bytes of a device's memory to reserve for temporary use, for any stage."""
-    # The largest layer's workspace, if measured; the optimizer update's, if the allocator keeps it
-    # apart; and what communication with other workers and fragments take.
-    aside = max(workspaces(graph).values(), default=0)
-    aside += (profile.update_workspace_bytes or 0) + exchange_bytes(profile)
+    # The optimizer update's workspace, if the allocator keeps it apart; what communication with
+    # other workers and fragments take; and what compares workers.
+    of_layers = workspaces(graph).values()
+    found = (profile.update_workspace_bytes or 0) + exchange_bytes(profile)
+    found += COMPARED_BYTES if of_layers else 0
+    aside = found + max(of_layers, default=0)
     base, total = profile.base_memory_bytes or 0, profile.device_memory_bytes
     if aside + base >= total:
         before = f", beside {base} before there is a model" if base else ""
@@ -374,4 +396,4 @@ def _workspace(profile: Profile, graph: LayerGraph) -> int:
             f"{profile.device_type} of {total}{before}",
             hint=f"profile a smaller microbatch than {graph.microbatch_size}",
         )
-    return aside
+    return found

@@ -318,12 +318,16 @@ def _halves(
         timed = [_timed_halves(bench, piece, trained) for _ in range(max(3, repeats // 4))]
     except RuntimeError:  # a graph that cannot be walked twice, or does not fit twice
         return {}
-    first, second = (max(0.0, median(one) - empty_seconds) for one in zip(*timed, strict=True))
+    first, second = (
+        max(0.0, median(each[half] for each in timed) - empty_seconds) for half in (0, 1)
+    )
     # Only their ratio: one layer alone is too short to tell what both compute.
-    return {"input_gradient_share": first / (first + second) if first else 0.0}
+    share = first / (first + second) if first else 0.0
+    return {"input_gradient_share": share, "halved_bytes": max(each[2] for each in timed)}
 
 
-def _timed_halves(bench: Bench, piece: LayerPiece, weights: list[Any]) -> tuple[float, float]:
+def _timed_halves(bench: Bench, piece: LayerPiece, weights: list[Any]) -> tuple[float, float, int]:
+    """Seconds of both halves, and bytes of the gradients that wait in between."""
     import torch
 
     from ..runtime.pipeline.stage import WeightHalf, backward_input
@@ -333,7 +337,7 @@ def _timed_halves(bench: Bench, piece: LayerPiece, weights: list[Any]) -> tuple[
     leaves = [leaf for leaf in inputs.leaves if leaf.requires_grad]
     gradients, kept = _ones(results), list[WeightHalf | None]()
     if not results:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0
 
     def second() -> None:
         (half,) = kept
@@ -343,7 +347,11 @@ def _timed_halves(bench: Bench, piece: LayerPiece, weights: list[Any]) -> tuple[
             torch.autograd.backward(results, gradients, inputs=weights)
 
     first = lambda: kept.append(backward_input(results, gradients, leaves, weights)[1])  # noqa: E731
-    seconds = bench.timed(first)[0], bench.timed(second)[0]
+    ahead = bench.timed(first)[0]
+    (half,) = kept
+    waiting = sum(each.nbytes for each in gradients) if weights else 0
+    waiting = waiting if half is None else half.num_bytes
+    seconds = ahead, bench.timed(second)[0], waiting
     bench.optimizer.zero_grad(set_to_none=False)
     return seconds
 

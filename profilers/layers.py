@@ -441,6 +441,7 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
         "nodes": rows,
         "edges": edges,
         "trace": to_plain(found.trace),
+        "sample_bytes": sum(each.nbytes for each in tensors_in(batch)),
         "provenance": {
             "microbatch_size": microbatch_size,
             "repeats": repeats,
@@ -504,6 +505,7 @@ def graph_of(measured: dict[str, Any], speed: float = 1.0) -> LayerGraph:
         ),
         edges=tuple((source, target) for source, target in measured["edges"]),
         trace=trace_of(measured["trace"]),
+        sample_bytes=measured["sample_bytes"],
     )
 
 

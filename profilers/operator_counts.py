@@ -869,7 +869,7 @@ def _layer(
     return {
         "forward": forward.operators,
         "backward": backward.operators,
-        "backward_halves": _halves(piece, trained, ones),
+        **_halves(piece, trained, ones),
         "activation_bytes": sum(t.numel() * t.element_size() for t in piece.made(answer)),
         "workspace_bytes": workspace,
     }, answer
@@ -894,10 +894,8 @@ def _results(piece: LayerPiece, answer: Any) -> list[Any]:
     return [tensor for tensor in piece.made(answer) if tensor.requires_grad]
 
 
-def _halves(
-    piece: LayerPiece, trained: list[Any], ones: list[Any]
-) -> tuple[tuple[Operator, ...], tuple[Operator, ...]] | None:
-    """The operators of both halves of a backward pass; None if its graph cannot be walked twice."""
+def _halves(piece: LayerPiece, trained: list[Any], ones: list[Any]) -> dict[str, Any]:
+    """Both halves of a backward pass; nothing if its graph cannot be walked twice."""
     import torch
 
     from ..runtime.pipeline.stage import backward_input
@@ -915,5 +913,6 @@ def _halves(
             elif results and trained:
                 torch.autograd.backward(results, ones, inputs=trained)
     except RuntimeError:
-        return None
-    return first.operators, second.operators
+        return {}
+    waiting = half.num_bytes if half is not None else sum(map(_bytes, ones)) if trained else 0
+    return {"backward_halves": (first.operators, second.operators), "halved_bytes": waiting}

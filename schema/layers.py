@@ -163,7 +163,8 @@ class LayerCounts:
     """One layer's passes; the bytes are those of ``LayerNode``.
 
     Every device of a tensor-parallel group holds ``whole_weight_bytes`` of the ``weight_bytes``.
-    ``backward_halves`` are the backward pass in two: the inputs' gradients, then the weights'.
+    ``backward_halves`` are the backward pass in two: the inputs' gradients, then the weights', for
+    which ``halved_bytes`` wait in between.
     """
 
     id: Name
@@ -181,6 +182,7 @@ class LayerCounts:
     core: CoreCounts | None = None
     frozen_weight_bytes: Bytes | None = None
     backward_halves: tuple[tuple[Operator, ...], tuple[Operator, ...]] | None = None
+    halved_bytes: Bytes | None = None
 
 
 @record

@@ -25,6 +25,7 @@ class PipelineLayer:
     ``stashed_bytes`` is what is kept for its backward pass; None, if not measured, takes the bytes
     of its output. ``weight_bytes`` counts the weights that no earlier layer holds, and
     ``shared_weight_bytes`` those that the layers ``shared_with`` hold (tied weights).
+    ``halved_bytes`` is what is kept besides between the two halves of a backward pass.
     """
 
     id: Name
@@ -33,6 +34,7 @@ class PipelineLayer:
     stashed_bytes: Bytes | None = None
     shared_with: tuple[Name, ...] = ()
     shared_weight_bytes: Bytes = 0
+    halved_bytes: Bytes = 0
 
     @property
     def kept_bytes(self) -> int:
@@ -57,10 +59,11 @@ class DevicePool:
     one optimizer update of the whole model.
 
     Memory: ``memory_bytes`` is a device's memory; None sets no limit. On every device
-    ``workspace_bytes`` of it are reserved for temporary memory: that of the largest layer's passes,
-    and on a CPU also that of the optimizer update. ``base_memory_bytes`` is what a worker holds
+    ``workspace_bytes`` of it are reserved for temporary memory beside passes: that of exchanges,
+    and on a CPU that of the optimizer update. ``layer_workspace_bytes`` is what each layer's passes
+    take for a while; empty if it was not measured. ``base_memory_bytes`` is what a worker holds
     before the model exists, if it counts against the device's memory (0 on a GPU). None, as in
-    older profiles, leaves both out of a stage's stated memory. An update takes
+    older profiles, leaves all three out of a stage's stated memory. An update takes
     ``update_bytes_per_weight_byte`` for a while, in place of activations. Of a step's first
     gradients up to ``waiting_bytes`` wait until they are summed. ``copies_messages`` says that
     messages on their way are there once more.
@@ -86,6 +89,7 @@ class DevicePool:
     update_seconds: Seconds = 0.0
     memory_bytes: PositiveBytes | None = None
     workspace_bytes: Bytes = 0
+    layer_workspace_bytes: tuple[Bytes, ...] = ()
     base_memory_bytes: Bytes | None = None
     update_bytes_per_weight_byte: Ratio = 0.0
     waiting_bytes: Bytes = 0
@@ -163,6 +167,7 @@ class PipelineProblem:
             batch, so a stage's replicas divide the microbatches; and 2BW, which keeps two weight
             versions, uses no more devices than there are microbatches.
         message_seconds: Fixed cost of a message between two stages, whatever its size.
+        sample_bytes: Of a microbatch as the loader gives it.
         step_error: Relative error of steps computed from these terms; None if not measured.
         tied_bytes_per_second: Rate of all-reduces of weights that several stages hold; None takes
             that of the slowest pool.
@@ -196,6 +201,7 @@ class PipelineProblem:
     tied_bytes_per_second: PositiveRate | None = None
     most_devices: Count | None = None
     most_stages: Count | None = None
+    sample_bytes: Bytes = 0
 
     def __post_init__(self) -> None:
         check_microbatches(self.num_microbatches)
@@ -277,11 +283,12 @@ def _check_pools(problem: PipelineProblem) -> None:
     for pool in problem.pools:
         halves = pool.input_gradient_seconds or pool.repeated_seconds
         own = (pool.input_gradient_seconds, pool.repeated_seconds) if halves else ()
-        for times in (pool.forward_seconds, pool.backward_seconds, *own):
-            if len(times) != len(problem.layers):
+        aside = (pool.layer_workspace_bytes,) if pool.layer_workspace_bytes else ()
+        for numbers in (pool.forward_seconds, pool.backward_seconds, *own, *aside):
+            if len(numbers) != len(problem.layers):
                 raise ProblemError(
-                    f"{pool.device_type}: {len(times)} layer times for {len(problem.layers)} "
-                    "layers; give one a layer"
+                    f"{pool.device_type}: {len(numbers)} numbers of layers for "
+                    f"{len(problem.layers)} layers; give one a layer"
                 )
     if len(problem.pools) > 1 and problem.inter_bytes_per_second is None:
         raise ProblemError(

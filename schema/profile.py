@@ -341,6 +341,7 @@ class LayerNode:
         input_gradient_share: The half of the backward pass that computes the inputs' gradients
             alone, as zero-bubble schedules run it, over ``backward_seconds``; None if not known.
         repeated_share: What the other half, of the weights' gradients, computes a second time.
+        halved_bytes: Gradients that wait between the two halves; None if not known.
     """
 
     id: Name
@@ -357,19 +358,22 @@ class LayerNode:
     frozen_weight_bytes: Bytes | None = None
     input_gradient_share: Fraction | None = None
     repeated_share: Ratio | None = None
+    halved_bytes: Bytes | None = None
 
 
 @record
 class LayerGraph:
     """Layers and the tensors that flow between them, at one microbatch size.
 
-    ``trace`` is how the layers were found; None, as in older files, is torch.fx.
+    ``trace`` is how the layers were found; None, as in older files, is torch.fx. ``sample_bytes``
+    are those of a microbatch as the loader gives it; None if not known.
     """
 
     microbatch_size: Count
     nodes: tuple[LayerNode, ...]
     edges: tuple[tuple[str, str], ...]
     trace: LayerTrace | None = None
+    sample_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         ids = [node.id for node in self.nodes]

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .errors import ProblemError
 from .plugins import Registry
@@ -56,6 +56,24 @@ ACTIVATIONS = frozenset({Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION})
 # A pass that frees the activations of a microbatch, and one that needs the gradient of its output.
 FREEING = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 DIFFERENTIATING = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+
+
+class HeldMoment(NamedTuple):
+    """What one replica of a stage holds at a moment of its schedule, in numbers of microbatches."""
+
+    in_flight: int
+    """Whose activations are kept."""
+    halved: int = 0
+    """Of these, whose weights' gradients alone are still to come."""
+    received: int = 0
+    """Inputs that came as messages and are kept."""
+    sent: int = 0
+    """Outputs on their way, and a gradient of one that has come."""
+    returned: int = 0
+    """Gradients of inputs on their way."""
+    has_gradients: bool = True
+    """False in the step's first backward pass."""
+
 
 Message = tuple[bool, int, int, int, int]
 

@@ -15,14 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...planning.costs.pipeline import (
+    StageHeld,
+    StageParts,
     boundary_seconds,
-    largest_message_bytes,
+    held_moments,
     num_in_flight,
     overheads,
-    replica_moments,
+    replica_bytes,
     slowest_links,
-    stage_bytes,
     weight_versions,
+    with_passing,
     worker_bytes,
 )
 from ...schema.errors import BackendError, InfeasibleError
@@ -833,35 +835,32 @@ def _product(path: Path) -> int:
 def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: int) -> Stage:
     path, block, device = leaves[index]
     pool, replicas = problem.pools[0], [_product(leaf[0]) for leaf in leaves]
-    in_flight = num_in_flight(
-        problem.schedule, sum(replicas[index:]), replicas[index], problem.num_microbatches
-    )
-    versions = weight_versions(problem.schedule, in_flight)
+    name, count, own_replicas = problem.schedule, problem.num_microbatches, replicas[index]
+    in_flight = num_in_flight(name, sum(replicas[index:]), own_replicas, count)
+    versions = weight_versions(name, in_flight)
+    moments = held_moments(name, in_flight, own_replicas, count)
     own = overheads(problem)
     compute = ranges.total(ranges.compute, block) + own.stage_seconds[0]
     layers = layers_of(ranges.between(block))
+    parts = StageParts(
+        weight=ranges.total(ranges.weights, block),
+        tied=0.0,
+        kept=ranges.total(ranges.activations, block),
+        passing=0.0,
+        waiting=0.0,
+        halved=0.0,
+        received=float(ranges.crossing[block.first - 1]) if block.first else 0.0,
+        sent=float(ranges.crossing[block.last]),
+    )
+    if pool.base_memory_bytes is not None:
+        parts = with_passing(problem, pool, layers, parts)
+    held = StageHeld(in_flight, versions, moments)
+    whole = float(replica_bytes(problem, pool, own_replicas, held, parts, recompute=False))
     return stage_on(
         problem,
         pool,
         _devices(problem, path, device),
-        memory_bytes=round(
-            stage_bytes(
-                replica_moments(
-                    problem,
-                    pool,
-                    replicas[index],
-                    in_flight,
-                    versions,
-                    largest_message_bytes=largest_message_bytes(problem),
-                    recompute=False,
-                ),
-                ranges.total(ranges.weights, block),
-                0.0,
-                ranges.total(ranges.activations, block),
-                float(ranges.crossing[block.first - 1]) if block.first else 0.0,
-            )
-        )
-        + worker_bytes(pool),
+        memory_bytes=round(whole if pool.base_memory_bytes is None else worker_bytes(pool, whole)),
         layers=tuple(problem.layers[layer].id for layer in layers),
         num_in_flight=in_flight,
         weight_versions=versions,

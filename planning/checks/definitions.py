@@ -5,7 +5,7 @@ version here. The code is slow and simple on purpose; only the record classes ar
 """
 
 from collections.abc import Collection, Sequence
-from math import log2
+from math import inf, log2
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from ...schema.parallel import LinkCurve
 from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from ...schema.problem import DeviceCosts, DeviceOption
 from ...schema.profile import BatchPoint, Sync, SyncPoint
-from ...schema.schedule import traits
+from ...schema.schedule import HeldMoment, traits
 
 
 def ring_seconds(num_bytes: float, num_members: int, bytes_per_second: float) -> float:
@@ -200,53 +200,112 @@ def weight_versions(schedule: str, num_in_flight: int) -> int:
     return 2 if semantics == "double-buffered" else 1
 
 
+def most_at_a_layer(
+    kept: Sequence[float], aside: Sequence[int], summed: Sequence[int], waiting: float
+) -> list[float]:
+    """The most that a backward pass holds at one of its layers, of stages that begin here.
+
+    The layers behind have freed what they kept. Their first gradients of a step wait, all of them
+    or as many as may.
+
+    Args:
+        kept: [layers] bytes that a microbatch keeps.
+        aside: [layers] bytes of each layer's workspace.
+        summed: [layers] bytes of gradients that wait for a sum; empty where none does.
+        waiting: How many bytes of these may wait.
+
+    Returns:
+        [layers] of the stage that ends with each.
+    """
+    found, most, with_all, held, behind = [], 0.0, -inf, 0.0, 0
+    # By where the stage ends: at a layer it holds what was kept until there, however it goes on.
+    for own, beside, gradient in zip(kept, aside, summed or (0,) * len(kept), strict=True):
+        held, behind = held + own, behind + gradient
+        most, with_all = max(most, held + beside), max(with_all, held + beside - behind)
+        found.append(min(most + waiting, with_all + behind))
+    return found
+
+
+class StageContents(NamedTuple):
+    """Bytes of a stage, or of an array of stages."""
+
+    weights: Any
+    """With copies of tied ones."""
+    shared: Any
+    """Of weights that other stages use too."""
+    kept: Any
+    """That its layers keep for one microbatch's backward pass."""
+    at_layer: Any
+    """The most of one backward pass, at one of its layers, with what is kept until there."""
+    with_waiting: Any
+    """The same where gradients of the layers behind wait."""
+    halved: Any
+    """That wait of one microbatch between the halves of its backward pass."""
+    received: Any
+    sent: Any
+
+
+def moments(
+    schedule: str, num_in_flight: int, num_replicas: int, num_microbatches: int
+) -> list[HeldMoment]:
+    """What a replica holds at its fullest, where its pipeline's replicas may be unequal."""
+    # The outputs of what is in flight are on their way, and one gradient has come. Of its own
+    # gradients those of one microbatch more are, as far as it has sent any.
+    k, done = num_in_flight, num_in_flight + 1
+    if traits(schedule).flushes:
+        done = min(done, microbatches_of_busiest(num_microbatches, num_replicas) - k)
+    if done > 0:
+        return [HeldMoment(k, 0, k, k + 1, done)]
+    found = [HeldMoment(k, 0, k, k + 1, 0, has_gradients=False)]
+    if k > 1:  # the second backward pass
+        found.append(HeldMoment(k - 1, 0, k - 1, k + 1, 1))
+    return found
+
+
 def replica_bytes(
     problem: PipelineProblem,
     pool: DevicePool,
-    stage: tuple[Any, Any, Any, Any],
-    held: tuple[int, int],
+    stage: StageContents,
+    num_versions: int,
+    held: Sequence[HeldMoment],
     num_replicas: int,
     *,
-    widest_bytes: int,
     recompute: bool,
-) -> Any:
+) -> tuple[Any, Any]:
     """Bytes of memory of one replica of a stage, or of an array of stages.
 
     Args:
         problem: Gives the optimizer's state.
         pool: The replica's devices.
-        stage: Bytes of its weights, with copies of tied ones; of weights that other stages use too;
-            that its layers keep for one microbatch's backward pass; and of what it receives for it.
-        held: Microbatches in flight, and weight versions.
+        stage: What it consists of.
+        num_versions: Of its weights.
+        held: What it holds at the moments that may be the fullest.
         num_replicas: Of the stage.
-        widest_bytes: ``widest_cut``.
         recompute: Whether the stage keeps only its inputs and recomputes activations.
+
+    Returns:
+        Without the pass that runs, and with it.
     """
-    (weights, shared, kept, received), (num_in_flight, versions) = stage, held
-    state = problem.optimizer.state_bytes_per_weight_byte
-    standing = (versions + 1 + state) * weights  # with gradients
-    passing = standing + num_in_flight * received + (1 if recompute else num_in_flight) * kept
-    if pool.copies_messages:
-        # Of each microbatch in flight both messages, and two gradients.
-        passing = passing + (num_in_flight + 1) * (received + widest_bytes)
-    waiting = weights if num_replicas > 1 else shared
-    passing = passing + np.minimum(waiting, pool.waiting_bytes)
-    return np.maximum(passing, standing + pool.update_bytes_per_weight_byte * weights)
-
-
-def widest_cut(problem: PipelineProblem) -> int:
-    """The most bytes that layers, in their own order, send to any layers behind a cut."""
-    read_last: dict[int, int] = {}
-    for source, target in problem.links:
-        read_last[source] = max(target, read_last.get(source, 0))
-    return max(
-        sum(
-            problem.layers[source].activation_bytes
-            for source, target in read_last.items()
-            if source < cut <= target
-        )
-        for cut in range(len(problem.layers))
-    )
+    weights = stage.weights
+    standing = (num_versions + problem.optimizer.state_bytes_per_weight_byte) * weights
+    bare = standing + (1 + pool.update_bytes_per_weight_byte) * weights
+    whole = bare
+    for moment in held:
+        kept = stage.kept * (1 if recompute else moment.in_flight)
+        rest = standing + kept + moment.halved * stage.halved + moment.received * stage.received
+        rest = rest + (moment.in_flight + 1) * problem.sample_bytes
+        if pool.copies_messages:
+            rest = rest + moment.returned * stage.received + moment.sent * stage.sent
+        running, gradients = stage.at_layer, weights
+        if num_replicas > 1:
+            running = np.minimum(running + pool.waiting_bytes, stage.with_waiting)
+        else:
+            rest = rest + np.minimum(stage.shared, pool.waiting_bytes)
+            if pool.copies_messages and not moment.has_gradients:
+                running, gradients = stage.with_waiting, 0.0 * weights
+        bare = np.maximum(bare, rest + gradients)
+        whole = np.maximum(whole, rest + gradients + running - stage.kept)
+    return bare, whole
 
 
 def stage_seconds(

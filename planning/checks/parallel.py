@@ -21,7 +21,7 @@ from ...schema.parallel import (
 from ...schema.plan import ParallelCertificate, Plan, ReplicaGroup, Stage
 from ...schema.schedule import PipelineShape
 from . import definitions
-from .parallel_bound import has_places, is_proved, most_at_a_layer, tied_bytes
+from .parallel_bound import has_places, is_proved, tied_bytes
 from .plan import (
     device_faults,
     dollar_faults,
@@ -195,7 +195,7 @@ def _passing_bytes(
         whole = sum(of_layers)
         beside = aside[start:end] if aside else (0,) * len(of_layers)
         summed = sizes.weight_bytes[start:end] if is_summed and aside else ()
-        most = most_at_a_layer(of_layers, beside, summed, problem.waiting_bytes)[-1]
+        most = definitions.most_at_a_layer(of_layers, beside, summed, problem.waiting_bytes)[-1]
         received = float(problem.output_bytes[start - 1] * size if start else 0)
         sent = float(problem.output_bytes[end - 1] * size if end < len(problem.layers) else 0)
         is_full = stage.recompute == "full"

@@ -260,7 +260,7 @@ def _memory(
     if aside:
         passing, passed = np.zeros_like(each), [size * own for own in kept]
         for first in range(len(kept)):
-            passing[first, first + 1 :] = most_at_a_layer(
+            passing[first, first + 1 :] = definitions.most_at_a_layer(
                 passed[first:], aside[first:], summed[first:], problem.waiting_bytes
             )
         held = held + np.minimum(tied, problem.waiting_bytes)
@@ -286,32 +286,6 @@ def _memory(
         in_flight = _times_in(memory - held - state * share, each)
         in_flight[ending + per_byte * share > memory] = 0.0
     return in_flight, held, each, states, state * most, ending, np.array(per_byte)
-
-
-def most_at_a_layer(
-    kept: Sequence[float], aside: Sequence[int], summed: Sequence[int], waiting: int
-) -> list[float]:
-    """The most that a backward pass holds at one of its layers, of stages that begin here.
-
-    The layers behind have freed what they kept. Their first gradients of a step wait, all of them
-    or as many as may.
-
-    Args:
-        kept: [layers] bytes that a microbatch keeps.
-        aside: [layers] bytes of each layer's workspace.
-        summed: [layers] bytes of gradients that wait for a sum; empty where none does.
-        waiting: How many bytes of these may wait.
-
-    Returns:
-        [layers] of the stage that ends with each.
-    """
-    found, most, with_all, held, behind = [], 0.0, -inf, 0.0, 0
-    # By where the stage ends: at a layer it holds what was kept until there, however it goes on.
-    for own, beside, gradient in zip(kept, aside, summed or (0,) * len(kept), strict=True):
-        held, behind = held + own, behind + gradient
-        most, with_all = max(most, held + beside), max(with_all, held + beside - behind)
-        found.append(min(most + waiting, with_all + behind))
-    return found
 
 
 def _tied_of(problem: ParallelProblem, sizes: ShardSizes) -> tuple[Table, Table]:

@@ -12,9 +12,9 @@ from itertools import combinations
 from math import ceil, inf, isclose
 
 from ...schema.errors import ProblemError
-from ...schema.pipeline import DevicePool, PipelineProblem
+from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem
 from ...schema.plan import Plan, Restrictions, Stage
-from ...schema.schedule import Operation
+from ...schema.schedule import HeldMoment, Operation
 from . import definitions
 from .methods import METHOD_JUDGES, prices_of
 from .pipeline_bound import is_proved
@@ -163,19 +163,19 @@ def _memory_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
     faults = []
     of_device: dict[tuple[str, int], list[int]] = {}
     for index, stage in enumerate(plan.stages):
-        held = of_device.setdefault((stage.device_type, stage.first_device), [])
-        pool, whole = _pool(problem, stage), stage_memory(plan, problem, index)
-        if not held and pool.base_memory_bytes is not None:  # the first also states the worker's
-            whole += pool.workspace_bytes + pool.base_memory_bytes
-        held.append(index)
-        if abs(whole - (stage.memory_bytes or 0)) > 1 + _TOLERANCE * whole:
-            faults.append(
-                f"stage {index}: memory_bytes is {stage.memory_bytes}, it needs {whole:.0f}"
-            )
+        of_device.setdefault((stage.device_type, stage.first_device), []).append(index)
     for held in of_device.values():
         pool = _pool(problem, plan.stages[held[0]])
-        needed = sum(stage_memory(plan, problem, index) for index in held)
-        needed += pool.workspace_bytes + (pool.base_memory_bytes or 0)
+        counted = [stage_memory(plan, problem, index) for index in held]
+        # Of the device's stages one runs a pass at a time; the first states it, as the worker's.
+        beside = max(whole - bare for bare, whole in counted)
+        beside += pool.workspace_bytes + (pool.base_memory_bytes or 0)
+        for index, (bare, _) in zip(held, counted, strict=True):
+            is_worker = index == held[0] and pool.base_memory_bytes is not None
+            whole, stated = bare + beside * is_worker, plan.stages[index].memory_bytes
+            if abs(whole - (stated or 0)) > 1 + _TOLERANCE * whole:
+                faults.append(f"stage {index}: memory_bytes is {stated}, it needs {whole:.0f}")
+        needed = sum(bare for bare, _ in counted) + beside
         # The published optimizer checks memory less strictly; its plans serve comparison only.
         if needed > (pool.memory_bytes or inf) + 1 and problem.stage_cost != "published":
             names = " + ".join(f"stage {index}" for index in held)
@@ -243,39 +243,91 @@ def _pool(problem: PipelineProblem, stage: Stage) -> DevicePool:
     return next(pool for pool in problem.pools if pool.device_type == stage.device_type)
 
 
-def stage_memory(plan: Plan, problem: PipelineProblem, index: int) -> float:
-    """Bytes of memory of one replica of a stage under the plan's schedule."""
-    stage = plan.stages[index]
-    in_flight, versions = _held(plan, problem, index)
-    inside = set(stage.layers)
-    mine = [layer for layer in problem.layers if layer.id in inside]
+def stage_memory(plan: Plan, problem: PipelineProblem, index: int) -> tuple[float, float]:
+    """Bytes of one replica of a stage under the plan's schedule: without its pass, and with it."""
+    before = {name for stage in plan.stages[:index] for name in stage.layers}
+    inside, layers = set(plan.stages[index].layers), problem.layers
+    ends = [crossing_bytes(plan, problem, number) for number in (index, index + 1)]
+    found = [_memory_of(plan, problem, index, inside, ends)]
+    names = [each.id for each in layers if _has_bytes(each)]
+    mine, start = [name for name in names if name in inside], sum(name in before for name in names)
+    if problem.solved == "flat" and names[: start + len(mine)] == [
+        *(name for name in names if name in before), *mine
+    ]:  # fmt: skip
+        # In the layers' own order: at least what it took if it ended earlier.
+        place = {each.id: number for number, each in enumerate(layers)}
+        for number in range(1, len(mine)):
+            last = place[mine[number - 1]]
+            sent = {source for source, target in problem.links if source <= last < target}
+            out = sum(layers[source].activation_bytes for source in sent)
+            found.append(_memory_of(plan, problem, index, set(mine[:number]), [ends[0], out]))
+    bare, whole = (max(each[side] for each in found) for side in (0, 1))
+    return bare, whole
+
+
+def _has_bytes(layer: PipelineLayer) -> bool:
+    """Whether a layer counts in memory."""
+    own = layer.activation_bytes, layer.weight_bytes, layer.kept_bytes, layer.shared_weight_bytes
+    return any(own)
+
+
+def _memory_of(
+    plan: Plan, problem: PipelineProblem, index: int, inside: set[str], ends: Sequence[float]
+) -> tuple[float, float]:
+    """``stage_memory`` if the stage has these layers, and receives and sends so many bytes."""
+    stage, pool = plan.stages[index], _pool(problem, plan.stages[index])
+    (in_flight, versions), moments = _held(plan, problem, index)
+    chosen = [
+        number
+        for number, layer in enumerate(problem.layers)
+        if layer.id in inside and _has_bytes(layer)
+    ]
+    mine = [problem.layers[number] for number in chosen]
     copied, shared = definitions.tied_bytes(problem.layers, inside)
-    needed: float = definitions.replica_bytes(
+    kept, weights = [layer.kept_bytes for layer in mine], [layer.weight_bytes for layer in mine]
+    aside = [pool.layer_workspace_bytes[n] if pool.layer_workspace_bytes else 0 for n in chosen]
+    whole, halved = sum(kept), sum(layer.halved_bytes for layer in mine)
+    passed: Sequence[float] = kept
+    if index == 0:
+        halved = round(ends[1])  # its first half is empty: what came waits
+    elif plan.traits.splits_backward:
+        passed = [whole, *(0 for _ in kept)][: len(kept)]  # a graph is kept until its second half
+    # A weight's later users in the stage leave gradients for the first, which holds it.
+    left = [
+        layer.shared_weight_bytes if inside.issuperset(layer.shared_with) else 0 for layer in mine
+    ]
+    behind = [layer.weight_bytes + layer.shared_weight_bytes for layer in mine]
+    most, waiting = (
+        (definitions.most_at_a_layer(passed, aside, summed, inf) or [0.0])[-1]
+        for summed in (left, behind)
+    )
+    bare, needed = definitions.replica_bytes(
         problem,
-        _pool(problem, stage),
-        (
-            sum(layer.weight_bytes for layer in mine) + copied,
-            shared,
-            sum(layer.kept_bytes for layer in mine),
-            crossing_bytes(plan, problem, index),
+        pool,
+        definitions.StageContents(
+            sum(weights) + copied, shared, whole, most, waiting, halved, ends[0], ends[1]
         ),
-        (in_flight, versions),
+        versions,
+        moments,
         stage.num_replicas,
-        widest_bytes=definitions.widest_cut(problem),
         recompute=plan.recomputes,
     )
-    return needed
+    return float(bare), float(needed)
 
 
-def _held(plan: Plan, problem: PipelineProblem, index: int) -> tuple[int, int]:
-    """Microbatches in flight and weight versions of one replica of a stage."""
+def _held(
+    plan: Plan, problem: PipelineProblem, index: int
+) -> tuple[tuple[int, int], Sequence[HeldMoment]]:
+    """What one replica of a stage has in flight, its weight versions, and its fullest moments."""
     if plan.traits.is_uniform:
-        return lists_of(plan).held[index]
+        lists = lists_of(plan)
+        return lists.held[index], tuple(lists.moments[index])
     replicas = plan.stages[index].num_replicas
     workers = sum(entry.num_replicas for entry in plan.stages[index:])
-    count = problem.num_microbatches
-    in_flight = definitions.in_flight(problem.schedule, workers, replicas, count)
-    return in_flight, definitions.weight_versions(problem.schedule, in_flight)
+    name, count = problem.schedule, problem.num_microbatches
+    in_flight = definitions.in_flight(name, workers, replicas, count)
+    moments = definitions.moments(name, in_flight, replicas, count)
+    return (in_flight, definitions.weight_versions(name, in_flight)), moments
 
 
 def crossing_bytes(plan: Plan, problem: PipelineProblem, index: int) -> float:
@@ -308,7 +360,7 @@ def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
     if pool.input_gradient_seconds:  # the first stage's inputs are data: it has no input half
         ahead = _layer_sum(problem, names, pool.input_gradient_seconds) if index else 0.0
         weight_half = compute - forward - own - ahead
-    in_flight, versions = _held(plan, problem, index)
+    (in_flight, versions), _ = _held(plan, problem, index)
     sent = 0.0
     if index + 1 < len(plan.stages):
         sent = _boundary_at(plan, problem, index + 1, _boundary_link(plan, problem, index + 1))

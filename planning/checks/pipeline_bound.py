@@ -143,8 +143,6 @@ class _Model:
         if not problem.traits.flushes:
             self.is_stage &= self.split == 0
         self.weights = self._sums([layer.weight_bytes for layer in problem.layers])
-        self.widest = definitions.widest_cut(problem)
-        self.kept = self._sums([layer.kept_bytes for layer in problem.layers])
         sent = np.array([layer.activation_bytes for layer in problem.layers], np.float64)
         self.inputs = (self._senders() @ sent)[:, None]  # [first, 1]
         # [first] forward seconds of the layers before a stage, each on its fastest device
@@ -152,6 +150,7 @@ class _Model:
         self.before = self._sums([min(seconds) for seconds in ahead])[0]
         self.devices = [pool.num_devices for pool in problem.pools]
         self.stages: dict[tuple[int, int, int], _Stage] = {}
+        self.bytes = [self._bytes(pool) for pool in problem.pools]
 
     def _sums(self, values: Sequence[float]) -> Table:
         """[first, end] sums over the layers of a stage."""
@@ -282,14 +281,14 @@ class _Model:
             flushes = problem.traits.flushes and problem.stage_cost == "ring"
             figure = np.maximum(figure, before * (count - 1) / count if flushes else before)
         held = definitions.in_flight(problem.schedule, workers, replicas, count)
-        versions = definitions.weight_versions(problem.schedule, held)
-        used = definitions.replica_bytes(
+        # A stage of layers in their own order may count more, never less.
+        _, used = definitions.replica_bytes(
             problem,
             pool,
-            (weights + self.copied, self.split, self.kept, self.inputs),
-            (held, versions),
+            self.bytes[number],
+            definitions.weight_versions(problem.schedule, held),
+            definitions.moments(problem.schedule, held, replicas, count),
             replicas,
-            widest_bytes=self.widest,
             recompute=self.recompute,
         )
         beside = pool.workspace_bytes + (pool.base_memory_bytes or 0)
@@ -306,6 +305,23 @@ class _Model:
         # end.
         alone = self.before[:, None] + mine * (forward + backward) + rings + update + tied
         return _Stage(np.where(fits, seconds, inf), figure, (rings + update + tied)[0], alone)
+
+    def _bytes(self, pool: DevicePool) -> definitions.StageContents:
+        """What the stages between all cuts consist of, on devices of a pool."""
+        none = np.zeros((self.size, self.size))
+        kept, summed, most, with_all = none, none, none, none - inf
+        for number, layer in enumerate(self.problem.layers):
+            mine = self.cuts[None, :, number] & ~self.cuts[:, None, number]
+            aside = pool.layer_workspace_bytes[number] if pool.layer_workspace_bytes else 0
+            kept, summed = kept + mine * layer.kept_bytes, summed + mine * layer.weight_bytes
+            if layer.kept_bytes or layer.weight_bytes or layer.activation_bytes:
+                most = np.where(mine, np.maximum(most, kept + aside), most)
+                with_all = np.where(mine, np.maximum(with_all, kept + aside - summed), with_all)
+        with_all = np.where(self.is_stage, np.maximum(with_all, -summed) + summed, 0.0)
+        sent: Any = self.inputs.T
+        return definitions.StageContents(
+            self.weights + self.copied, self.split, kept, most, with_all, none, self.inputs, sent
+        )
 
     def _per_input(
         self, compute: float, weights: float, update: float, ring: float, replicas: int, link: float

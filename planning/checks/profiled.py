@@ -398,8 +398,9 @@ def parallel_faults(view: ParallelProblem, problem: Problem) -> list[str]:
             ]:
                 faults.append(f"{where}workspaces at degree {degree}, microbatch {size} are others")
             faults += _tie_faults(view, told[0], degree, where)
-    has_host = any(by_type[pool.device_type].base_memory_bytes for pool in view.pools)
-    own = {"reserved_bytes": most, "waiting_bytes": 0 if has_host else 25 << 20}
+    # Only where updates are measured apart, on hosts, no gradients wait.
+    updates = [by_type[pool.device_type].update_workspace_bytes for pool in view.pools]
+    own = {"reserved_bytes": most, "waiting_bytes": 25 << 20 if None in updates else 0}
     return faults + [*_unlike(view, own)]
 
 
@@ -429,6 +430,12 @@ def pipeline_faults(view: PipelineProblem, problem: Problem) -> list[str]:
         "message_seconds": links.message_seconds(),
         "step_error": max(errors, default=None),
         "optimizer": _optimizer(problem, by_type),
+        "sample_bytes": max(
+            table.sample_bytes or 0
+            for pool in view.pools
+            for table in by_type[pool.device_type].layer_tables
+            if table.microbatch_size == view.microbatch_size
+        ),
     }
     faults = [*_unlike(view, whole)]
     for pool in view.pools:
@@ -455,6 +462,7 @@ def pipeline_faults(view: PipelineProblem, problem: Problem) -> list[str]:
                 "weight_bytes": node.weight_bytes,
                 "shared_with": node.shared_with,
                 "shared_weight_bytes": node.shared_weight_bytes or 0,
+                "halved_bytes": _halved(node),
             }
             faults += _unlike(layer, own, f"{where}{layer.id}: ")
         names = [layer.id for layer in view.layers]
@@ -485,9 +493,10 @@ def _pool_terms(
         "update_bytes_per_weight_byte": update if counts_update else 0.0,
         "waiting_bytes": 25 << 20 if counts_update else 0,
         "copies_messages": bool(taken),
+        "layer_workspace_bytes": tuple(taken.get(node.id, 0) for node in ordered) if taken else (),
         "memory_bytes": _device_bytes(problem.pool, profile),
         "base_memory_bytes": (base or 0) + beside if beside else base,
-        "workspace_bytes": max(taken.values(), default=0)
+        "workspace_bytes": (2**17 if taken else 0)  # to compare workers
         + (profile.update_workspace_bytes or 0)
         + _exchange_bytes(profile),
         "forward_seconds": tuple(slowed * node.forward_seconds for node in ordered),
@@ -505,6 +514,13 @@ def _pool_terms(
         "reduce_latency_seconds": (costs and costs.reduce_latency_seconds) or 0.0,
         "reduce_bytes_per_second": costs and costs.reduce_bytes_per_second,
     }
+
+
+def _halved(node: LayerNode) -> int:
+    """Gradients that wait between the halves of a layer's backward pass, or as much as may."""
+    known = [node.activation_bytes * bool(node.weight_bytes)]
+    known += [node.stashed_bytes or 0] if node.weight_bytes else []
+    return max(known) if node.halved_bytes is None else node.halved_bytes
 
 
 def _slowed(profile: Profile, batch_size: int) -> float:

@@ -20,6 +20,7 @@ from ...schema.schedule import (
     RECEIVES,
     SENDS,
     Generator,
+    HeldMoment,
     Kind,
     Message,
     Operation,
@@ -44,12 +45,14 @@ class Lists:
         schedule: The lists.
         order: (rank, operation) of every operation that can run, causes before effects.
         held: [stages] microbatches in flight, and weight versions, of a replica at its fullest.
+        moments: [stages] what a replica holds after each of its worker's operations.
         faults: What is wrong with the lists, as sentences.
     """
 
     schedule: Schedule
     order: tuple[tuple[int, Operation], ...]
     held: tuple[tuple[int, int], ...]
+    moments: tuple[frozenset[HeldMoment], ...]
     faults: tuple[str, ...]
 
 
@@ -87,7 +90,8 @@ def judged(name: str, generate: Generator, shape: PipelineShape) -> Lists:
     held = _held(schedule)
     if not faults and promised is None:
         faults = [*_bubble_faults(name, shape, schedule, order, held)]
-    return Lists(schedule, order, held, tuple(faults))
+    moments = () if faults else _moments(schedule)
+    return Lists(schedule, order, held, moments, tuple(faults))
 
 
 def _promise_faults(
@@ -187,6 +191,41 @@ def _held(schedule: Schedule) -> tuple[tuple[int, int], ...]:
             versions = max(versions, _versions(mine))
         found.append((in_flight, versions))
     return tuple(found)
+
+
+def _moments(schedule: Schedule) -> tuple[frozenset[HeldMoment], ...]:
+    """[stages] what its replicas hold at each pass of their workers."""
+    found: dict[int, set[HeldMoment]] = {stage: set() for stage in range(schedule.num_stages)}
+    # A worker keeps what it has sent of a kind until as many more were sent as microbatches may be
+    # in flight anywhere: of stages alone on their workers that alternate, as many as its own.
+    most = [_in_flight(own) for own in schedule.ranks]
+    is_alone = all(len({op.stage for op in own}) == 1 for own in schedule.ranks)
+    alternates = is_alone and traits(schedule.name).order == "alternating"
+    for own, k in zip(schedule.ranks, most, strict=True):
+        room = (k, k + 1) if alternates else (max(most), max(most))
+        outputs: list[int] = []
+        gradients: list[int] = []
+        answered = {op.stage for op in own if op.kind == "receive_gradient"}
+        flying: list[int] = []
+        halved: list[int] = []
+        for op in own:
+            if op.kind == "send_activation":
+                outputs = [*outputs, op.stage][-room[0] :]
+            if op.kind == "send_gradient":
+                gradients = [*gradients, op.stage][-room[1] :]
+            if op.kind == "forward":
+                flying.append(op.stage)
+            if op.kind == "backward_input":
+                halved.append(op.stage)
+            for stage in {each.stage for each in own} if op.kind in PASSES else ():
+                number, sent = flying.count(stage), outputs.count(stage) + (stage in answered)
+                half, returned = halved.count(stage), gradients.count(stage)
+                found[stage].add(HeldMoment(number, half, number, sent, returned))
+            if op.kind in FREEING:
+                flying.remove(op.stage)
+            if op.kind == "backward_weight":
+                halved.remove(op.stage)
+    return tuple(frozenset(found[stage]) for stage in range(schedule.num_stages))
 
 
 def _in_flight(mine: Sequence[Operation]) -> int:

@@ -261,6 +261,7 @@ def _layer_graph(table: LayerTable, nodes: Iterable[LayerNode]) -> LayerGraph:
         nodes=tuple(nodes),
         edges=table.edges,
         trace=table.trace,
+        sample_bytes=table.whole.batch_bytes,
     )
 
 
@@ -301,6 +302,7 @@ def _node(
         shared_weight_bytes=layer.shared_weight_bytes,
         core=core,
         frozen_weight_bytes=layer.frozen_weight_bytes,
+        halved_bytes=layer.halved_bytes,
     )
 
 

@@ -130,6 +130,15 @@ def workspaces(graph: LayerGraph) -> dict[str, int]:
     }
 
 
+def writes_at_once(profile: Profile) -> bool:
+    """Whether first gradients of a step wait for nothing: on a host's processors.
+
+    There the profile states what an update takes beside passes. A base alone says nothing:
+    estimates of GPUs have one too.
+    """
+    return profile.update_workspace_bytes is not None
+
+
 def exchange_bytes(profile: Profile) -> int:
     """What a worker of a pipeline or parallel plan takes beside its stages and their passes."""
     # Both measurements hold what the allocator keeps in fragments: a split's worker beside its

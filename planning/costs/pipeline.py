@@ -24,12 +24,13 @@ of every message, of every step (``Overheads``). The papers' two prices know non
 """
 
 from collections.abc import Collection, Sequence
-from itertools import accumulate
 from math import ceil, inf
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
-from ...schema.schedule import traits
+from ...schema.schedule import HeldMoment, traits
 from .comm import Wire, collective_seconds
 
 
@@ -202,104 +203,116 @@ def kept_per_weight_byte(versions: int, state_bytes_per_weight_byte: float) -> f
     return versions + 1 + state_bytes_per_weight_byte
 
 
-class ReplicaBytes(NamedTuple):
-    """Bytes of a stage's replica at one moment, per byte of what the stage is made of."""
+def held_moments(
+    schedule: str, in_flight: int, num_replicas: int, num_microbatches: int
+) -> tuple[HeldMoment, ...]:
+    """When a replica may hold most, of a schedule whose replicas need not be equally many.
 
-    per_weight: float
-    per_tied: float
+    Messages are kept until the other end is known to have them: of outputs as many as microbatches
+    are in flight, of gradients one more. Before the replica's first backward pass none was sent.
+    """
+    k, share = in_flight, ceil(num_microbatches / num_replicas)
+    more = min(share - k, k + 1) if traits(schedule).flushes else k + 1
+    if more:
+        return (HeldMoment(k, received=k, sent=k + 1, returned=more),)
+    first = HeldMoment(k, received=k, sent=k + 1, has_gradients=False)
+    return (first, HeldMoment(k - 1, received=k - 1, sent=k + 1, returned=1))[: min(k, 2)]
+
+
+class StageHeld(NamedTuple):
+    """What a replica of a stage holds under its schedule."""
+
+    in_flight: int
+    versions: int
+    moments: tuple[HeldMoment, ...]
+
+
+class StageParts(NamedTuple):
+    """Bytes of a stage, or of many in arrays: what its memory is made of."""
+
+    weight: Any
+    """With copies of weights that other stages hold."""
+    tied: Any
     """Of weights that other stages use too."""
-    per_activation: float
-    per_input: float
-    fixed: float
+    kept: Any
+    """Of a microbatch, for its backward pass."""
+    passing: Any
+    """The most beyond ``kept`` in a backward pass, at one of its layers."""
+    waiting: Any
+    """The same with the gradients of the layers behind."""
+    halved: Any
+    """Of a microbatch between the halves of its backward pass."""
+    received: Any
+    sent: Any
 
-    def of(self, weight: Any, tied: Any, activation: Any, inputs: Any) -> Any:
-        """Bytes of stages of so many bytes of weights, tied ones, activations and inputs."""
-        passing = self.per_weight * weight + self.per_activation * activation
-        return passing + self.per_tied * tied + (self.per_input * inputs + self.fixed)
 
-
-def replica_moments(
+def replica_bytes(
     problem: PipelineProblem,
     pool: DevicePool,
     num_replicas: int,
-    in_flight: int,
-    versions: int,
+    held: StageHeld,
+    parts: StageParts,
     *,
-    largest_message_bytes: float,
     recompute: bool,
-) -> tuple[ReplicaBytes, ReplicaBytes, ReplicaBytes]:
-    """When a stage's replica may hold most (thesis 2.4.3, 3.2.1 and 3.3.3); see ``stage_bytes``.
+) -> Any:
+    """Memory of one replica of stages, with what passes or an update take for a while.
 
-    In passes, with all of its gradients that wait to be summed or with as many as may wait; and in
-    an update. Always weight versions, gradients and optimizer state. In passes also the input of
-    every microbatch in flight, and its activations: of every one too, or of one alone with
-    recomputation. Gradients wait of all weights where there are other replicas, else of tied ones.
-    Where messages are copied, a microbatch's input and output are there once more, and so are a
-    gradient that has come and one that leaves. Every output counts as ``largest_message_bytes``. So
-    a stage that ends at a later cut is never smaller, which the searches rely on.
+    Weight versions, gradients, the optimizer's state; in passes also what microbatches in flight
+    keep, of one alone with recomputation (thesis 2.4.3, 3.2.1, 3.3.3). Gradients of a step's first
+    pass wait, at most ``waiting_bytes``: of all weights where replicas add them up, else of tied
+    ones. Where there are no other replicas, that pass begins without gradients.
     """
-    state = problem.optimizer.state_bytes_per_weight_byte
-    kept, copies = kept_per_weight_byte(versions, state), int(pool.copies_messages)
-    passing = ReplicaBytes(
-        per_weight=kept,
-        per_tied=0,
-        per_activation=1 if recompute else in_flight,
-        per_input=in_flight + copies * (in_flight + 1),
-        fixed=copies * (in_flight + 1) * largest_message_bytes,
-    )
-    is_summed = int(num_replicas > 1)
-    return (
-        passing._replace(per_weight=kept + is_summed, per_tied=1 - is_summed),
-        passing._replace(fixed=passing.fixed + pool.waiting_bytes),
-        ReplicaBytes(kept + pool.update_bytes_per_weight_byte, 0, 0, 0, 0),
-    )
+    weight, wait = parts.weight, pool.waiting_bytes
+    standing = kept_per_weight_byte(held.versions, problem.optimizer.state_bytes_per_weight_byte)
+    found = (standing + pool.update_bytes_per_weight_byte) * weight
+    copies, is_summed = int(pool.copies_messages), num_replicas > 1
+    for moment in held.moments:
+        running, weights = parts.passing, standing * weight
+        if is_summed:
+            running = np.minimum(running + wait, parts.waiting)
+        elif copies and not moment.has_gradients:
+            running, weights = parts.waiting, weights - weight
+        num_kept = 1 if recompute else moment.in_flight
+        passing = weights + num_kept * parts.kept + running + moment.halved * parts.halved
+        passing = passing + (moment.received + copies * moment.returned) * parts.received
+        passing = passing + copies * moment.sent * parts.sent
+        # Of the model's own inputs also those of the next microbatch.
+        passing = passing + (moment.in_flight + 1) * problem.sample_bytes
+        if not is_summed:
+            passing = passing + np.minimum(parts.tied, wait)
+        found = np.maximum(found, passing)
+    return found
 
 
-def stage_bytes(
-    moments: tuple[ReplicaBytes, ReplicaBytes, ReplicaBytes],
-    weight_bytes: float,
-    tied_bytes: float,
-    activation_bytes: float,
-    input_bytes: float,
-) -> float:
-    """Memory of one replica of a stage: max(min(first, second), third) of its moments.
-
-    Args:
-        moments: From ``replica_moments``.
-        weight_bytes: w of the stage, with copies of weights that other stages hold.
-        tied_bytes: Of weights that other stages use too.
-        activation_bytes: What its layers keep for the backward pass, for one microbatch: measured,
-            or all their outputs.
-        input_bytes: What crosses into the stage, for one microbatch.
-    """
-    stage = weight_bytes, tied_bytes, activation_bytes, input_bytes
-    some, full, updating = (moment.of(*stage) for moment in moments)
-    return float(max(min(some, full), updating))
+def with_passing(
+    problem: PipelineProblem, pool: DevicePool, layers: Sequence[int], parts: StageParts
+) -> StageParts:
+    """The parts of one stage of layers, with what a whole backward pass takes for a while."""
+    kept = gradients = most = with_all = 0.0
+    for layer in layers:
+        aside = pool.layer_workspace_bytes[layer] if pool.layer_workspace_bytes else 0
+        kept += problem.layers[layer].kept_bytes
+        gradients += problem.layers[layer].weight_bytes + problem.layers[layer].shared_weight_bytes
+        most, with_all = max(most, kept + aside), max(with_all, kept + aside - gradients)
+    return parts._replace(passing=most - kept, waiting=with_all + gradients - kept)
 
 
-def largest_message_bytes(problem: PipelineProblem) -> int:
-    """The most that one microbatch sends over a cut in the layers' own order."""
-    last = dict.fromkeys(range(len(problem.layers)), 0)
+def last_readers(problem: PipelineProblem) -> dict[int, int]:
+    """Positions of layers that others read -> that of the last reader."""
+    last: dict[int, int] = {}
     for source, target in problem.links:
-        last[source] = max(last[source], target)
-    sent = [layer.activation_bytes for layer in problem.layers]
-    # An output crosses all cuts from behind its layer to its last reader.
-    change = [0] * (len(sent) + 1)
-    for source, target in last.items():
-        if target:
-            change[source] += sent[source]
-            change[target] -= sent[source]
-    return max(accumulate(change))
+        last[source] = max(last.get(source, 0), target)
+    return last
 
 
-def worker_bytes(pool: DevicePool) -> int:
-    """Memory of a worker besides its stages: base and workspace, once a device.
+def worker_bytes(pool: DevicePool, passing_bytes: float) -> float:
+    """Memory of a worker besides its stages, once a device: base, workspaces, the pass that runs.
 
     0 where the base was not measured: then a plan's bytes are those of its stages alone.
     """
     if pool.base_memory_bytes is None:
         return 0
-    return pool.base_memory_bytes + pool.workspace_bytes
+    return pool.base_memory_bytes + pool.workspace_bytes + passing_bytes
 
 
 def noam(replicas: Sequence[int]) -> int:

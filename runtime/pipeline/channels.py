@@ -203,14 +203,11 @@ class Outbox:
         self._leaving: deque[tuple[list[tuple[Transfer, Tensor]], _Frame]] = deque()
         self._free: list[_Frame] = []
 
-    def send(self, values: tuple[Value, ...], limit: int | None = None) -> None:
-        """Start to send a message.
+    def send(self, values: tuple[Value, ...]) -> None:
+        """Start to send a message of tensors (on any device) and plain values.
 
-        Args:
-            values: Tensors (on any device) and plain values.
-            limit: The largest number of messages outstanding, this one included: the caller knows
-                that older ones were received. gloo reports the end of a transfer only to those who
-                wait for it. None for any number.
+        Its buffer is kept until ``release``: gloo reports the end of a transfer only to those who
+        wait for it.
 
         Raises:
             TargetError: A value cannot be sent.
@@ -241,8 +238,6 @@ class Outbox:
             self._free.append(frame)
             return
         self._leaving.append((parts, frame))
-        while limit is not None and len(self._leaving) > limit:
-            self._let_go()
 
     def _frame(self, room: int) -> _Frame:
         """A frame with a buffer of this size, reused if one has been sent."""
@@ -252,7 +247,10 @@ class Outbox:
                 return frame
         return _Frame.of(self._layout, room)
 
-    def _let_go(self) -> None:
+    def release(self) -> None:
+        """Wait until the oldest message was sent, and use its buffer again."""
+        if not self._leaving:  # all were copied as they were sent
+            return
         parts, frame = self._leaving.popleft()
         for work, _ in parts:
             work.wait()
@@ -262,7 +260,7 @@ class Outbox:
     def flush(self) -> None:
         """Wait until all messages were sent."""
         while self._leaving:
-            self._let_go()
+            self.release()
 
 
 class ReceiveQueue:
@@ -385,11 +383,11 @@ class Sender:
     ) -> None:
         self._outboxes, self._group, self._degree = outboxes, group, degree
 
-    def send(self, values: tuple[Value, ...], holdings: Holdings, limit: int | None = None) -> None:
+    def send(self, values: tuple[Value, ...], holdings: Holdings) -> None:
         """Start to send this worker's parts; see ``Outbox.send``."""
         if self._degree == self._group.degree == 1:
             for _, outbox in self._outboxes:
-                outbox.send(values, limit)
+                outbox.send(values)
             return
         holdings = holdings or (Holding.WHOLE,) * len(values)
         notes = tuple(_note(*pair) for pair in zip(values, holdings, strict=True))
@@ -398,7 +396,7 @@ class Sender:
                 value if note is None else self._part(value, holding, other)
                 for value, note, holding in zip(values, notes, holdings, strict=True)
             )
-            outbox.send((*parts, notes), limit)
+            outbox.send((*parts, notes))
 
     def _part(self, value: Value, holding: Holding, other: int) -> Tensor:
         assert isinstance(value, Tensor)
@@ -414,10 +412,10 @@ class Sender:
             own = given.reshape(-1)[first:last]
         return own.requires_grad_() if value.requires_grad else own
 
-    def flush(self) -> None:
-        """Wait until all messages were sent."""
+    def release(self) -> None:
+        """Wait until the oldest message was sent."""
         for _, outbox in self._outboxes:
-            outbox.flush()
+            outbox.release()
 
 
 class Receiver:

@@ -173,6 +173,10 @@ class StepMicrobatches:
             self._inputs[item.virtual_node] = (item, inputs)
         return self._inputs[microbatch]
 
+    def forget(self, microbatch: int) -> None:
+        """Let go of a microbatch's arguments, which no pass of this worker asks for again."""
+        del self._inputs[microbatch]
+
     def answered(self, answer: Any) -> None:
         """Remember the last stage's answer before the function computes a loss from it."""
         if not self._loss_is_checked or self.step.agreement.looks:
@@ -480,6 +484,7 @@ class PipelineEngine:
         )
         self._microbatches: StepMicrobatches | None = None  # of the step in progress
         self._seeds: dict[tuple[int, int], int] = {}  # of a step that flushes, by pass
+        self._last_stages: dict[int, int] = {}  # likewise, of this worker's, by microbatch
         self._evaluation: StageEvaluation | None = None  # made when it is first asked for
         # If the schedule does not flush, stages read weight versions, never the parameters.
         self._strangers = {
@@ -604,6 +609,7 @@ class PipelineEngine:
         self._seeds = {
             (op.microbatch, op.stage): self._seed_of(op.microbatch, op.stage) for op in passes
         }
+        self._last_stages = {op.microbatch: op.stage for op in passes}
         self._executor.begin(schedule)
         self._executor.run(self)
         if self._shares is not None:
@@ -713,6 +719,8 @@ class PipelineEngine:
                 results = made[0]
             stage.keep(microbatch, results)
             self.buffers.save(item.virtual_node)
+        if self._last_stages.get(item.virtual_node) == number or len(self._stages) == 1:
+            batch.forget(item.virtual_node)
         if late is not None:
             late.passed(operation)
         session.clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)

@@ -1,7 +1,7 @@
 """Run a schedule's operation lists; the schedule alone decides the order (schedules/)."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...planning.schedules.counting import peak_in_flight
+from ...planning.schedules.counting import most_under_way
 from ...schema.errors import ProblemError
 from ...schema.launch import PipelineWork
 from ...schema.schedule import (
@@ -20,7 +20,6 @@ from ...schema.schedule import (
     Kind,
     Operation,
     Schedule,
-    traits,
 )
 from ..data import Batch
 from ..protocol.lower import schedule_of
@@ -73,17 +72,7 @@ class _Program:
         sends = {(op.kind, op.stage, op.microbatch) for op in operations if op.kind in SENDS}
         self.schedule = schedule
         self.last_stage = schedule.num_stages - 1
-        # At most peak_in_flight microbatches are outstanding. Once that many later messages were
-        # sent, the oldest send was received and its buffer can be reused. Where passes alternate,
-        # a stage of k microbatches in flight knows of all but k activations, as their gradients
-        # came. Of gradients it knows of all but two while activations come: the stage before has
-        # k + 1 in flight. Then it sends the last k - 1.
-        peaks = peak_in_flight(schedule)
-        self.most_under_way = max(peaks)
-        replicas = {len(ranks) for ranks in schedule.placement}
-        has_one_stage = all(len(stages) == 1 for stages in schedule.stages_of_rank)
-        if has_one_stage and len(replicas) == 1 and traits(schedule.name).order == "alternating":
-            self.most_under_way = min(max(peaks), peaks[rank] + 1)
+        self.under_way = most_under_way(schedule, rank)
         self.steps = [
             _Step(
                 op,
@@ -131,6 +120,7 @@ class Executor:
         self._group, self._device, self._holdings = group, device, holdings
         self._receivers: dict[tuple[int, bool], Receiver] = {}
         self._senders: dict[tuple[int, bool], Sender] = {}
+        self._under_way: dict[bool, deque[Sender]] = {False: deque(), True: deque()}
         self._gradient_holdings: dict[tuple[int, int], Holdings] = {}
         self._program: _Program | None = None
         self._next = 0
@@ -189,8 +179,9 @@ class Executor:
             self._next += 1
             self._do(step, passes)
         # Only at the list's end: buffers of messages under way are kept across ``before``.
-        for sender in self._senders.values():
-            sender.flush()
+        for way in self._under_way.values():
+            while way:
+                way.popleft().release()
 
     def _do(self, step: _Step, passes: StagePasses) -> None:
         op, place = step.operation, step.place
@@ -226,7 +217,12 @@ class Executor:
             outboxes = [(lane, Outbox(self._lines(way))) for lane, way in ways]
             degree = len(self._routes.groups[peer])
             self._senders[step.channel] = Sender(outboxes, self._group, degree)
-        self._senders[step.channel].send(values, holdings, limit=self._program.most_under_way)
+        sender, way = self._senders[step.channel], self._under_way[step.channel[1]]
+        sender.send(values, holdings)
+        # Over all receivers of a kind of message together, in the order sent.
+        way.append(sender)
+        while len(way) > self._program.under_way[not step.channel[1]]:
+            way.popleft().release()
 
     def _lines(self, channel: Channel) -> ChannelLines:
         assert self._transport is not None

@@ -24,7 +24,7 @@ from ...schema.errors import TargetError
 from .. import peers
 from ..buffers import AllReduce, BufferSlot, VirtualNodeBuffers, buffer_places
 from ..group import Place, subgroup
-from ..nested_tensors import InPieces
+from ..nested_tensors import InPieces, storage_key
 from ..sharding.units import Units
 from .cores import AttentionCores
 from .cut import StageModule, writes
@@ -71,6 +71,13 @@ class WeightHalf:
     """What the second half needs: groups of starts that lead to other weights each."""
 
     _groups: tuple[tuple[_Start, ...], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradients that wait for it."""
+        waiting = [gradient for group in self._groups for one in group for _, gradient in one.edges]
+        kept = {storage_key(each): each.untyped_storage().nbytes() for each in waiting}
+        return sum(kept.values())
 
     def run(self) -> None:
         """Add the weights' gradients to ``grad``."""
@@ -584,6 +591,8 @@ class StageRunner:
             found, kept.half = backward_input(
                 kept.results, kept.gradients, kept.inputs, self._trained
             )
+            if kept.half is not None:
+                kept.gradients = None  # it has those that it needs
             return found
 
     def backward_weight(self, microbatch: int) -> None:

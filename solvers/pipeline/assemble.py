@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from ...planning.costs.pipeline import noam, worker_bytes
+from ...planning.costs.pipeline import StageHeld, noam, worker_bytes
 from ...schema.errors import InfeasibleError
 from ...schema.pipeline import DevicePool, PipelineProblem
 from ...schema.plan import Plan, Prediction, Proof, ReplicaGroup, Stage
@@ -112,14 +112,17 @@ def _stage(costs: StageCosts, seats: Seats, index: int) -> Stage:
     placed = seats.placed
     first, last, move = placed[index]
     workers = sum(entry[2].num_replicas for entry in placed[index:])
+    held = costs.stashed(move.num_replicas, workers)
+    _, passing = costs.memory_parts(first, last, move.pool, move.num_replicas, held)
     return stage_between(
         costs,
         (first, last),
         move.pool,
         seats.devices[index],
         span=move.span,
-        held=costs.stashed(move.num_replicas, workers),
+        held=held,
         sent=output_seconds(costs, placed, index),
+        passing_bytes=passing,
     )
 
 
@@ -130,9 +133,9 @@ def stage_between(
     devices: tuple[int, ...],
     *,
     span: int,
-    held: tuple[int, int],
+    held: StageHeld,
     sent: float,
-    is_further: bool = False,
+    passing_bytes: float | None = None,
 ) -> Stage:
     """Build the stage between two cuts, with its costs.
 
@@ -142,9 +145,10 @@ def stage_between(
         number: Of its pool.
         devices: Of the pool, one a replica.
         span: The slowest link among them, by its place in the tables.
-        held: Microbatches in flight, and weight versions.
+        held: What a replica holds.
         sent: Seconds of both messages over the boundary behind it.
-        is_further: Whether its devices hold an earlier stage, which counts what a worker holds.
+        passing_bytes: What passes of all its devices' stages take for a while; None where they hold
+            an earlier stage, which counts what a worker holds.
     """
     (first, last), problem, replicas = cuts, costs.problem, len(devices)
     pool = problem.pools[number]
@@ -155,8 +159,10 @@ def stage_between(
         problem,
         pool,
         devices,
-        memory_bytes=round(costs.stage_memory(first, last, number, replicas, held))
-        + (0 if is_further else worker_bytes(pool)),
+        memory_bytes=round(
+            costs.memory_parts(first, last, number, replicas, held)[0]
+            + (0 if passing_bytes is None else worker_bytes(pool, passing_bytes))
+        ),
         layers=names_between(problem, costs, first, last),
         num_in_flight=held[0],
         weight_versions=held[1],

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...planning.costs.pipeline import ReplicaBytes
 from ...schema.pipeline import PipelineProblem
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from .cuts import Floats
@@ -114,30 +113,20 @@ class MoveLine:
         # Few distinct rows first: rows of moves would take seconds to sort.
         found, of_move = moves.numbered("pool", "num_replicas", "workers")
         most = [np.inf if limit is None else limit + extra_bytes for limit in limits]
-        moments = [
-            (*self.costs.moments(pool, m, *self.costs.stashed(m, workers)), most[pool])
-            for pool, m, workers in found
-        ]
-        kinds = list(dict.fromkeys(moments))
+        asked = [(pool, min(m, 2), self.costs.stashed(m, workers)) for pool, m, workers in found]
+        kinds = list(dict.fromkeys(asked))
         place = {kind: number for number, kind in enumerate(kinds)}
-        self.memory_kind = np.array([place[kind] for kind in moments], np.int64)[of_move]
-        # [moments, terms, combinations, 1]
-        self.memory_terms = np.array([kind[:3] for kind in kinds]).transpose(1, 2, 0)[..., None]
-        self.memory_limit = np.array([kind[3] for kind in kinds])
+        self.memory_kind = np.array([place[kind] for kind in asked], np.int64)[of_move]
+        # [combinations, begins, ends] whether a stage fits.
+        self.room = np.zeros((len(kinds), self.size, self.size), bool)
+        # The least cut from which a stage up to each one fits; where what it receives makes a later
+        # one fail, ``_fit`` looks on.
         self.floor = np.full((len(kinds), self.size + 1), self.size, np.int64)
-        for index, (*three, limit) in enumerate(kinds):
+        for index, kind in enumerate(kinds):
             self.effort.check()
-            some, full, updating = (self._memory_floor(moment, limit) for moment in three)
-            self.floor[index, :-1] = np.maximum(np.minimum(some, full), updating)
-
-    def _memory_floor(self, moment: ReplicaBytes, limit: float) -> Ints:
-        """[cuts]: the least cut from which a stage up to this one fits at all at a moment."""
-        # A stage from c to e fits where own[e] - own[c] + entered[c] <= limit. The running maximum
-        # finds the first c that may do; where crossing tensors make a later one fail, ``_fit``
-        # looks on.
-        own = self.costs.memory_curve(moment)
-        entered = moment.per_input * self.costs.cuts.crossing_bytes + moment.fixed
-        return np.searchsorted(np.maximum.accumulate(own - entered), own - limit)
+            self.room[index] = self.costs.own_bytes(*kind) <= most[kind[0]]
+            fits = self.room[index].any(axis=0)
+            self.floor[index, :-1] = np.where(fits, self.room[index].argmax(axis=0), self.size)
 
     def _batches(self) -> None:
         totals = np.array([sum(state.used) for state in self.space.states], np.int64)
@@ -262,17 +251,8 @@ class MoveLine:
         return found
 
     def _fits(self, moves: Ints, tried: Ints, last: Ints) -> NDArray[np.bool_]:
-        cuts = self.costs.cuts
-        first, end = np.minimum(tried, self.size - 1), last[:, None]
-        kinds = self.memory_kind[moves]
-        weights = cuts.weight_bytes[end] - cuts.weight_bytes[first]
-        activations = cuts.activation_bytes[end] - cuts.activation_bytes[first]
-        some, full, updating = (
-            ReplicaBytes(*terms[:, kinds]).of(weights, 0.0, activations, cuts.crossing_bytes[first])
-            for terms in self.memory_terms
-        )
-        used = np.maximum(np.minimum(some, full), updating)
-        found: NDArray[np.bool_] = used <= self.memory_limit[kinds, None]
+        first, end = np.minimum(tried, self.size - 1), np.minimum(last, self.size - 1)[:, None]
+        found: NDArray[np.bool_] = self.room[self.memory_kind[moves][:, None], first, end]
         return found
 
     def _walk(self, state: int, least: Ints, kept: list[list[Ints]]) -> list[PlacedStage]:
@@ -421,7 +401,7 @@ class _Table:
         stash = self.costs.stashed(move.num_replicas, move.workers)
         if (*key, *stash) not in self.limited:
             seconds = self.seconds[key].copy()
-            used = self.costs.own_bytes(move.pool, move.num_replicas, *stash)
+            used = self.costs.own_bytes(move.pool, move.num_replicas, stash)
             seconds[used > limit + self.extra_bytes] = np.inf
             self.limited[(*key, *stash)] = seconds
         return self.limited[(*key, *stash)]

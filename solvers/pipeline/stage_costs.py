@@ -1,23 +1,26 @@
 """The costs of stages between cuts, as arrays (planning/costs/pipeline.py holds the formulas)."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...planning.costs.pipeline import (
     AllReduce,
-    ReplicaBytes,
+    StageHeld,
+    StageParts,
     all_reduce,
     boundary_seconds,
-    largest_message_bytes,
+    held_moments,
+    last_readers,
     num_in_flight,
     overheads,
-    replica_moments,
+    replica_bytes,
     rounds,
     slowest_of_all,
-    stage_bytes,
     tied_seconds,
+    tied_weights,
     updates,
     weight_versions,
 )
@@ -25,6 +28,8 @@ from ...schema.pipeline import PipelineProblem
 from ..effort import Effort, OutOfTimeError
 from .cuts import Cuts, Floats, Mask
 from .placements import Move, PlacedStage, PlacementSpace
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +84,10 @@ class StageCosts:
             ]
         )
         self.total_weight = float(cuts.weight_bytes[-1])
-        self.largest_message_bytes = largest_message_bytes(problem)
-        self.is_line = self._is_line()
+        self._memory = StageMemory(problem, cuts)
+        self._own: dict[tuple[int, bool, StageHeld, bool], Floats] = {}
+        # A stage that ends at a later cut is never smaller, so memory allows all ends up to one.
+        self.is_line = cuts.before is None and (cuts.copied_bytes is None or problem.traits.flushes)
 
     def slopes(self, pool: int, num_replicas: int, span: int) -> Slopes:
         """The factors by which compute seconds and weight bytes enter a stage's cost."""
@@ -162,22 +169,6 @@ class StageCosts:
         found[~self.between()] = np.inf
         return found
 
-    def _is_line(self) -> bool:
-        """Whether cuts are in one line, where a stage that ends at a later cut is never smaller.
-
-        So a limit of memory allows all ends up to a last one. Tied weights are copied by a stage
-        that lacks their holder; one that goes on up to the holder has its weights instead.
-        """
-        if self.cuts.before is not None or self.cuts.copied_bytes is None:
-            return self.cuts.before is None
-        held = self.cuts.weight_bytes[None, :] + self.cuts.copied_bytes
-        # With all its users a weight is shared no more, and its gradient does not wait.
-        split = self.cuts.split_bytes
-        waits = any(pool.waiting_bytes for pool in self.problem.pools)
-        tables = [held] if split is None or not waits else [held, held + split]
-        grows = all(np.triu(np.diff(table, axis=1)).min() >= 0 for table in tables)
-        return self.problem.traits.flushes and grows
-
     def between(self) -> Mask:
         """[cuts, cuts]: whether a stage may lie between two cuts."""
         found: Mask = np.triu(np.ones((self.cuts.size, self.cuts.size), bool), 1)
@@ -189,45 +180,19 @@ class StageCosts:
             found = found & (self.cuts.split_bytes == 0)
         return found
 
-    def own_bytes(self, pool: int, num_replicas: int, in_flight: int, versions: int) -> Floats:
-        """[cuts, cuts] memory of one replica of a stage between two cuts, its inputs included."""
-        some, full, updating = (
-            self._table(moment) for moment in self.moments(pool, num_replicas, in_flight, versions)
-        )
-        found: Floats = np.maximum(np.minimum(some, full), updating)
-        return found
+    def own_bytes(
+        self, pool: int, num_replicas: int, held: StageHeld, *, standing: bool = False
+    ) -> Floats:
+        """[cuts, cuts] memory of one replica of a stage between two cuts.
 
-    def _table(self, moment: ReplicaBytes) -> Floats:
-        """[cuts, cuts] bytes at a moment."""
-        cuts = self.cuts
-        curve = self.memory_curve(moment)
-        entered = moment.per_input * cuts.crossing_bytes + moment.fixed
-        found: Floats = curve[None, :] - (curve - entered)[:, None]
-        if cuts.copied_bytes is None or cuts.split_bytes is None:
-            return found
-        return found + moment.per_weight * cuts.copied_bytes + moment.per_tied * cuts.split_bytes
-
-    def memory_curve(self, moment: ReplicaBytes) -> Floats:
-        """[cuts] bytes of which the difference is what a stage's own layers take at a moment."""
-        cuts = self.cuts
-        found: Floats = (
-            moment.per_weight * cuts.weight_bytes + moment.per_activation * cuts.activation_bytes
-        )
-        return found
-
-    def moments(
-        self, pool: int, num_replicas: int, in_flight: int, versions: int
-    ) -> tuple[ReplicaBytes, ReplicaBytes, ReplicaBytes]:
-        """``replica_moments`` of a stage on devices of a pool."""
-        return replica_moments(
-            self.problem,
-            self.problem.pools[pool],
-            num_replicas,
-            in_flight,
-            versions,
-            largest_message_bytes=self.largest_message_bytes,
-            recompute=self.recompute,
-        )
+        ``standing`` leaves out what the pass that runs takes for a while.
+        """
+        key = pool, num_replicas > 1, held, standing
+        if key not in self._own:
+            self._own[key] = self._memory.table(
+                pool, num_replicas, held, recompute=self.recompute, standing=standing
+            )
+        return self._own[key]
 
     def tied_seconds(self, first: int, last: int, num_replicas: int) -> float:
         """The all-reduce of a stage's weights that other stages hold too."""
@@ -240,35 +205,204 @@ class StageCosts:
         """What a byte of weights that other stages hold too costs a stage at a flush."""
         return tied_seconds(1.0, num_replicas, slowest_of_all(self.problem))
 
-    def stashed(self, num_replicas: int, workers: int) -> tuple[int, int]:
-        """In-flight microbatches and weight versions of a stage's replica."""
-        problem = self.problem
-        in_flight = num_in_flight(problem.schedule, workers, num_replicas, problem.num_microbatches)
-        return in_flight, weight_versions(problem.schedule, in_flight)
+    def stashed(self, num_replicas: int, workers: int) -> StageHeld:
+        """What a stage's replica holds."""
+        name, count = self.problem.schedule, self.problem.num_microbatches
+        in_flight = num_in_flight(name, workers, num_replicas, count)
+        moments = held_moments(name, in_flight, num_replicas, count)
+        return StageHeld(in_flight, weight_versions(name, in_flight), moments)
 
-    def stage_memory(
-        self, first: int, last: int, pool: int, num_replicas: int, held: tuple[int, int]
-    ) -> float:
-        """Bytes of one replica of the stage between two cuts.
-
-        ``held`` are its microbatches in flight and its weight versions.
-        """
-        cuts = self.cuts
-        copied = 0.0 if cuts.copied_bytes is None else float(cuts.copied_bytes[first, last])
-        return stage_bytes(
-            self.moments(pool, num_replicas, *held),
-            float(cuts.weight_bytes[last] - cuts.weight_bytes[first]) + copied,
-            0.0 if cuts.split_bytes is None else float(cuts.split_bytes[first, last]),
-            float(cuts.activation_bytes[last] - cuts.activation_bytes[first]),
-            float(cuts.crossing_bytes[first]),
+    def memory_parts(
+        self, first: int, last: int, pool: int, num_replicas: int, held: StageHeld
+    ) -> tuple[float, float]:
+        """Bytes of one replica of a stage: without the pass that runs, and what that takes."""
+        whole, standing = (
+            float(self.own_bytes(pool, num_replicas, held, standing=part)[first, last])
+            for part in (False, True)
         )
+        return standing, whole - standing
 
     def lack_bytes(self, first: int, last: int, move: Move, workers: int | None = None) -> float:
         """Bytes that a replica of a placed stage lacks; what it leaves free is negative."""
         limit = self.problem.pools[move.pool].limit_bytes
         stash = self.stashed(move.num_replicas, workers or move.workers)
-        used = self.stage_memory(first, last, move.pool, move.num_replicas, stash)
-        return used - (np.inf if limit is None else limit)
+        used = self.own_bytes(move.pool, move.num_replicas, stash)[first, last]
+        return float(used) - (np.inf if limit is None else limit)
+
+
+class StageMemory:
+    """Memory of the stages between all cuts.
+
+    A backward pass holds most at one of its layers: those behind it have freed what they kept, and
+    it takes its workspace. Between its halves a graph is kept whole.
+
+        layers that keep 3, 5, 4 and take 1, 1, 9 for a while: 12 + 9 at the last one
+        layers that keep 3, 5, 4 and take 1, 6, 1: 8 + 6 at the second one
+
+    A stage of layers in their own order, behind all before them, counts at least as much as if it
+    ended at an earlier one: outputs shrink, and the searches rely on stages that never do.
+    """
+
+    def __init__(self, problem: PipelineProblem, cuts: Cuts) -> None:
+        self._problem, self._cuts = problem, cuts
+        layers = problem.layers
+        bytes_of = [
+            one.activation_bytes + one.weight_bytes + one.kept_bytes + one.shared_weight_bytes
+            for one in layers
+        ]
+        # Layers without bytes count nowhere, so where they lie between two cuts does not matter.
+        self._chosen = np.flatnonzero(bytes_of if any(bytes_of) else [1] * len(layers))
+        chosen = [layers[layer] for layer in self._chosen]
+        self._weights = np.array([float(one.weight_bytes) for one in chosen])
+        self._kept = np.array([float(one.kept_bytes) for one in chosen])
+        self._halved = np.array([float(one.halved_bytes) for one in chosen])
+        # Where all users of a weight are in one stage, gradients of the later ones wait for that of
+        # the first, which holds it.
+        number = {layers[layer].id: place for place, layer in enumerate(self._chosen.tolist())}
+        self._shared = [
+            (number[one.id], [number[name] for name in one.shared_with], one.shared_weight_bytes)
+            for one in chosen
+            if one.shared_with and number.keys() >= set(one.shared_with)
+        ]
+        sets = cuts.layer_sets
+        self._inside = np.array(
+            [[inside >> layer & 1 for layer in self._chosen.tolist()] for inside in sets], bool
+        ).reshape(len(sets), len(chosen))
+        self._number = self._inside.sum(axis=1)
+        # [cuts] whether a cut has layers in their own order: as many as there are up to its last.
+        order = np.arange(len(chosen))
+        self._is_prefix = (self._inside == (order[None, :] < self._number[:, None])).all(axis=1)
+        # [layers] what crosses behind each, in their own order.
+        change = np.zeros(len(layers) + 1)
+        for source, last in last_readers(problem).items():
+            change[source] += layers[source].activation_bytes
+            change[last] -= layers[source].activation_bytes
+        self._sent = np.cumsum(change)[self._chosen]
+
+    def table(
+        self, pool: int, num_replicas: int, held: StageHeld, *, recompute: bool, standing: bool
+    ) -> Floats:
+        """[cuts, cuts] bytes of one replica; of pairs that no stage lies between, anything."""
+        problem, own = self._problem, self._problem.pools[pool]
+
+        def counted(parts: StageParts) -> Floats:
+            if standing:
+                parts = parts._replace(passing=0.0, waiting=0.0)
+            found: Floats = replica_bytes(
+                problem, own, num_replicas, held, parts, recompute=recompute
+            )
+            return found
+
+        aside = own.layer_workspace_bytes
+        space = np.array([aside[layer] if aside else 0.0 for layer in self._chosen.tolist()])
+        rows = np.flatnonzero(self._is_prefix)
+        if len(rows) == self._cuts.size:
+            found = np.zeros((self._cuts.size, self._cuts.size))
+        else:
+            found = counted(self._between(space))
+        # [prefixes, ends] the stages that end behind each layer, and the most up to each.
+        smaller = np.where(self._inside[rows], 0.0, counted(self._prefixes(space, rows)))
+        smaller = np.maximum.accumulate(smaller, axis=1)
+        ends = self._number[rows]
+        exact = counted(self._prefixes(space, rows, rows))
+        before = np.where(
+            ends[None, :] - 1 > ends[:, None], smaller[:, np.maximum(ends - 2, 0)], 0.0
+        )
+        found[np.ix_(rows, rows)] = np.maximum(exact, before)
+        return found
+
+    def _prefixes(self, space: Floats, rows: Ints, ends: Ints | None = None) -> StageParts:
+        """Stages from cuts in the layers' own order [rows] to each layer, or to such cuts."""
+        cuts, own = self._cuts, ~self._inside[rows]
+        weight, kept, halved = (
+            np.cumsum(own * each, axis=1) for each in (self._weights, self._kept, self._halved)
+        )
+        frees = kept
+        if self._problem.traits.splits_backward:
+            # The first stage has no first half: its second one is a whole pass.
+            frees = np.where(self._number[rows, None] > 0, 0.0, kept)
+        behind, shared = np.zeros((2, *own.shape))
+        for layer, holders, size in self._shared:
+            shared[:, layer] = size * own[:, layer]
+            behind[:, layer] = shared[:, layer] * own[:, holders].all(axis=1)
+        gradients = np.cumsum(shared, axis=1) + weight
+        passing, waiting = (
+            np.maximum.accumulate(np.where(own, frees + space - each, -np.inf), axis=1) + each
+            for each in (np.cumsum(behind, axis=1), gradients)
+        )
+        sent = np.broadcast_to(self._sent, kept.shape)
+        halved = np.where(self._number[rows, None] > 0, halved, sent)
+        copied: Any = 0.0
+        tied: Any = 0.0
+        columns = [weight, kept, passing - frees, waiting - frees, halved]
+        if ends is not None:
+            # An empty cut has no layer, and is no end.
+            last = np.maximum(self._number[ends] - 1, 0)
+            weight, kept, passing, waiting, halved = (each[:, last] for each in columns)
+            sent = np.broadcast_to(cuts.crossing_bytes[ends], kept.shape)
+            halved = np.where(self._number[rows, None] > 0, halved, sent)
+            if cuts.copied_bytes is not None and cuts.split_bytes is not None:
+                copied, tied = (
+                    each[np.ix_(rows, ends)] for each in (cuts.copied_bytes, cuts.split_bytes)
+                )
+        else:
+            weight, kept, passing, waiting, halved = columns
+            if cuts.copied_bytes is not None:
+                copied, tied = self._tied(own)
+        received = np.broadcast_to(cuts.crossing_bytes[rows][:, None], kept.shape)
+        return StageParts(
+            weight + copied, tied, kept, np.maximum(passing, 0.0), np.maximum(waiting, 0.0),
+            halved, received, sent,
+        )  # fmt: skip
+
+    def _tied(self, own: Mask) -> tuple[Floats, Floats]:
+        """[rows, ends] tied weights of such stages: copied, and shared with others."""
+        copied, split = np.zeros(own.shape), np.zeros(own.shape)
+        for tied in tied_weights(self._problem.layers):
+            holders, sharers = (
+                np.cumsum(own & np.isin(self._chosen, sorted(those)), axis=1)
+                for those in (tied.holders, tied.sharers)
+            )
+            users = holders + sharers
+            lacks = (sharers > 0) & (holders < len(tied.holders))
+            copied += tied.weight_bytes * lacks
+            is_split = (users > 0) & (users < len(tied.holders | tied.sharers))
+            split += tied.weight_bytes * is_split
+        return copied, split
+
+    def _between(self, space: Floats) -> StageParts:
+        """Stages between any two cuts."""
+        cuts, size = self._cuts, self._cuts.size
+        begins = np.arange(size)[:, None] > 0
+        keeps = self._problem.traits.splits_backward & begins
+        weight, kept, halved = np.zeros((3, size, size))
+        passing, waiting = np.full((2, size, size), -np.inf)
+        shared = {layer: (holders, held) for layer, holders, held in self._shared}
+        behind, gradients = np.zeros((2, size, size))
+        for layer, column in enumerate(self._inside.T):
+            own = column[None, :] & ~column[:, None]
+            holders, held = shared.get(layer, ([], 0.0))
+            if held:
+                users = self._inside[:, [layer, *holders]]
+                behind += held * (users[None, :] & ~users[:, None]).all(axis=2)
+            weight += own * self._weights[layer]
+            kept += own * self._kept[layer]
+            halved += own * self._halved[layer]
+            at_layer = np.where(own, np.where(keeps, 0.0, kept) + space[layer], -np.inf)
+            passing = np.maximum(passing, at_layer - behind)
+            gradients += own * (self._weights[layer] + held)
+            waiting = np.maximum(waiting, at_layer - gradients)
+        passing, waiting = passing + behind, waiting + gradients
+        frees = np.where(keeps, 0.0, kept)
+        copied: Any = 0.0 if cuts.copied_bytes is None else cuts.copied_bytes
+        tied: Any = 0.0 if cuts.split_bytes is None else cuts.split_bytes
+        received, sent = np.broadcast_arrays(
+            cuts.crossing_bytes[:, None], cuts.crossing_bytes[None, :]
+        )
+        return StageParts(
+            weight + copied, tied, kept, np.maximum(passing - frees, 0.0),
+            np.maximum(waiting - frees, 0.0), np.where(begins, halved, sent), received, sent,
+        )  # fmt: skip
 
 
 def boundary_weight(problem: PipelineProblem) -> float:

@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...planning.costs.comm import Wire, collective_seconds
-from ...planning.costs.pipeline import ReplicaBytes
+from ...planning.costs.pipeline import StageHeld
 from ...planning.schedules.replay import StepStage, flush_step_seconds
 from ...schema.pipeline import PipelineProblem
 from ..effort import DEFAULT, Effort
@@ -60,8 +60,7 @@ class MoveKind(NamedTuple):
     pool: int
     num_replicas: int
     span: int
-    in_flight: int
-    versions: int
+    held: StageHeld
     left_forward: int
     """Forward passes in g."""
     left_backward: int
@@ -97,22 +96,22 @@ class StepModel:
         self.transfer = self.transfer + 2 * costs.message_seconds
         self.weights = costs.cuts.weight_bytes
         self._ends = np.arange(self.size)
-        self._last_in_memory: dict[tuple[int, int, int, int], Ints] = {}
-        self._rooms: dict[tuple[int, int, int, int], Mask] = {}
+        self._last_in_memory: dict[tuple[int, int, StageHeld], Ints] = {}
+        self._rooms: dict[tuple[int, int, StageHeld], Mask] = {}
         self._later: dict[MoveKind, list[tuple[int, Floats]]] = {}
 
     def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> MoveKind:
         """The kind of a move's stage; ``workers`` from it on, ``is_last`` if no stage follows."""
         problem, count = self.problem, self.problem.num_microbatches
-        in_flight, versions = self.costs.stashed(num_replicas, workers)
+        held = self.costs.stashed(num_replicas, workers)
         share = ceil(count / num_replicas)
-        left = max(share - in_flight, 0)
+        left = max(share - held.in_flight, 0)
         if problem.traits.order == "forward-first":
             behind = workers - num_replicas
             left = share - 1 if is_last else max((count - behind) // num_replicas, 0)
         if self.pessimistic:
             left = share - 1
-        return MoveKind(pool, num_replicas, span, in_flight, versions, left, max(share - 1, 0))
+        return MoveKind(pool, num_replicas, span, held, left, max(share - 1, 0))
 
     def end(self, kind: MoveKind) -> float:
         """Seconds of all-reduce and update for each byte of a stage's weights."""
@@ -177,13 +176,13 @@ class StepModel:
             waits for none. Behind its first microbatch come q k + r, and k are in flight.
         """
         follow = ceil(self.problem.num_microbatches / kind.num_replicas) - 1
-        times = follow // kind.in_flight
+        times = follow // kind.held.in_flight
         if self.pessimistic or not times or self.problem.traits.order == "forward-first":
             return None
         back = self.backward[kind.pool] - self.backward[kind.pool, first]
         back = back + self.costs.overheads.backward_seconds[kind.pool]
         longer = np.maximum(self.forward_of(kind, first), back)
-        return times, (follow - times * kind.in_flight) * longer
+        return times, (follow - times * kind.held.in_flight) * longer
 
     def forward_of(self, kind: MoveKind, first: int) -> Floats:
         """[cuts] a forward pass of a stage that begins at a cut."""
@@ -208,29 +207,16 @@ class StepModel:
         """[cuts] the last end of a stage that begins at each cut, of cuts in one line."""
         key = self._held(kind)
         if key not in self._last_in_memory:
-            cuts, limit = self.costs.cuts, self.problem.pools[kind.pool].limit_bytes
-            if limit is None:
-                found = np.full(self.size, self.size - 1)
-            elif cuts.copied_bytes is None:
-                some, full, updating = (
-                    self._last_at(moment, limit) for moment in self.costs.moments(*key)
-                )
-                found = np.minimum(np.maximum(some, full), updating)
-            else:
+            found = np.full(self.size, self.size - 1)
+            if self.problem.pools[kind.pool].limit_bytes is not None:
                 found = self._ends + self.room(kind).sum(axis=1)
             self._last_in_memory[key] = found
         return self._last_in_memory[key]
 
-    def _last_at(self, moment: ReplicaBytes, limit: float) -> Ints:
-        """[cuts] the last end of stages that take no more at a moment."""
-        own = self.costs.memory_curve(moment)
-        most = own + limit - (moment.per_input * self.costs.cuts.crossing_bytes + moment.fixed)
-        return np.searchsorted(own, most, side="right") - 1
-
     @staticmethod
-    def _held(kind: MoveKind) -> tuple[int, int, int, int]:
+    def _held(kind: MoveKind) -> tuple[int, int, StageHeld]:
         """What the memory of a move's stage depends on: one replica, or with others."""
-        return kind.pool, min(kind.num_replicas, 2), kind.in_flight, kind.versions
+        return kind.pool, min(kind.num_replicas, 2), kind.held
 
     @cached_property
     def between(self) -> Mask:

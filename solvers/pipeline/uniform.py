@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...planning.costs.pipeline import shared_level, slowest_links
-from ...planning.schedules.counting import held_by_stage
+from ...planning.costs.pipeline import StageHeld, shared_level, slowest_links
+from ...planning.schedules.counting import held_by_stage, moments_by_stage
 from ...planning.schedules.of_plan import times_of
 from ...planning.schedules.registry import generate
 from ...planning.schedules.timing import time_schedule
@@ -215,7 +215,7 @@ class ScheduledLayout:
     num_chunks: int
     schedule: Schedule
     place: tuple[int, ...]
-    held: tuple[tuple[int, int], ...]
+    held: tuple[StageHeld, ...]
 
     @property
     def num_stages(self) -> int:
@@ -265,10 +265,10 @@ class ShapeOption:
         busy = np.inf if heaviest is None else self.rounds * heaviest * (1 - 1e-12)
         self.bound = max(self.bound, busy)
 
-    def memory(self, stage: int, first: int, last: int) -> float:
-        """Bytes of one replica of a stage between two cuts."""
-        layout, held = self.shape.layout, self.shape.held[stage]
-        return self.costs.stage_memory(first, last, self.pools[stage], layout.num_replicas, held)
+    def memory(self, stage: int, first: int, last: int) -> tuple[float, float]:
+        """``StageCosts.memory_parts`` of a stage between two cuts."""
+        replicas, held = self.shape.layout.num_replicas, self.shape.held[stage]
+        return self.costs.memory_parts(first, last, self.pools[stage], replicas, held)
 
     def fits(self, cut: Cut) -> bool:
         """Whether the stages of every device fit it together, and none splits a tied weight."""
@@ -279,9 +279,13 @@ class ShapeOption:
 
     def _filled(self, cut: Cut) -> list[tuple[float, int | None]]:
         """[places] bytes that stages take of a device, and what they may take."""
-        used = [0.0] * len(self.shape.layout.places)
+        # The passes of a device's stages run one after another: one takes its workspace.
+        used, most = ([0.0] * len(self.shape.layout.places) for _ in range(2))
         for stage, place in enumerate(self.shape.place):
-            used[place] += self.memory(stage, cut[stage], cut[stage + 1])
+            standing, passing = self.memory(stage, cut[stage], cut[stage + 1])
+            used[place] += standing
+            most[place] = max(most[place], passing)
+        used = [sum(both) for both in zip(used, most, strict=True)]
         limits = [self.problem.pools[place.pool].limit_bytes for place in self.shape.layout.places]
         return list(zip(used, limits, strict=True))
 
@@ -312,7 +316,7 @@ class ShapeOption:
     def _own_bytes(self, stage: int) -> Floats:
         """[cuts, cuts] bytes of one replica where a stage lies between two cuts."""
         replicas = self.shape.layout.num_replicas
-        return self.costs.own_bytes(self.pools[stage], replicas, *self.shape.held[stage])
+        return self.costs.own_bytes(self.pools[stage], replicas, self.shape.held[stage])
 
     def matrix(self, stage: int, transfers: float, share: int) -> Floats:
         """[cuts, cuts] what a stage weighs; infinite where it breaks its share of the memory.
@@ -405,6 +409,10 @@ class ShapeOption:
     def stages(self, cut: Cut) -> list[Stage]:
         """The stages of a cut, as a plan has them."""
         costs, shape, found = self.costs, self.shape, []
+        passing = [0.0] * len(shape.layout.places)
+        for stage, place in enumerate(shape.place):
+            own = self.memory(stage, cut[stage], cut[stage + 1])
+            passing[place] = max(passing[place], own[1])
         for stage, place in enumerate(shape.place):
             # The last stage sends nothing.
             last, sent = cut[stage + 1], 0.0
@@ -419,7 +427,7 @@ class ShapeOption:
                     span=costs.bandwidths.index(self.spans[stage]),
                     held=shape.held[stage],
                     sent=sent,
-                    is_further=place in shape.place[:stage],
+                    passing_bytes=None if place in shape.place[:stage] else passing[place],
                 )
             )
         return found
@@ -559,7 +567,9 @@ def _shapes(
                         num_model_chunks=chunks,
                         replicas=[layout.num_replicas] * size,
                     )
-                    made[key] = (schedule, held_by_stage(schedule))
+                    both = zip(held_by_stage(schedule), moments_by_stage(schedule), strict=True)
+                    held = tuple(StageHeld(*most, moments) for most, moments in both)
+                    made[key] = (schedule, held)
             except ProblemError as error:
                 refusal = error
                 continue

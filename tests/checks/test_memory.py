@@ -75,17 +75,26 @@ def test_the_optimizer_s_state_is_counted_once(
         ({}, [4 * 200 + 40, 4 * 200 + 30], 4 * 400 + 40),
         # In an update there are no activations.
         ({"update_bytes_per_weight_byte": 1.0}, [5 * 200, 5 * 200], 5 * 400),
-        # Stages without other replicas and tied weights sum nothing.
+        # Stages without other replicas and tied weights sum nothing. At the first of four layers
+        # the gradients of three wait, and its own output is kept.
         ({"waiting_bytes": 25 * MB}, [4 * 200 + 40, 4 * 200 + 30], 4 * 400 + 40 + 25),
-        ({"waiting_bytes": 999 * MB}, [4 * 200 + 40, 4 * 200 + 30], 5 * 400 + 40),
-        # With two in flight 3 outputs; with one in flight 2, and 2 inputs.
-        ({"copies_messages": True}, [4 * 200 + 40 + 30, 4 * 200 + 30 + 40], 4 * 400 + 40 + 20),
+        ({"waiting_bytes": 999 * MB}, [4 * 200 + 40, 4 * 200 + 30], 4 * 400 + 10 + 300),
+        # Of four microbatches. With two in flight 3 outputs; with one in flight 2 gradients.
+        ({"copies_messages": True}, [4 * 200 + 40 + 30, 4 * 200 + 30 + 20], 4 * 400 + 40),
+        # The layers behind have freed what they kept: 20 and 60 at the second, 10 and 90 at the
+        # first of the first stage.
+        (
+            {"layer_workspace_bytes": tuple(MB * each for each in (90, 60, 10, 10))},
+            [4 * 200 + 20 + 100, 4 * 200 + 30 + 10],
+            4 * 400 + 100,
+        ),
     ],
 )
 def test_what_is_there_for_a_while_is_counted(
     takes: dict[str, Any], two: list[int], alone: int
 ) -> None:
     asked = problem(named_optimizer("adam"), 10**10)
+    takes = {"base_memory_bytes": 0, "workspace_bytes": 0, **takes}
     asked = dataclasses.replace(asked, pools=(dataclasses.replace(asked.pools[0], **takes),))
     on_both = dataclasses.replace(asked, num_stages=1, replication=True, workers="exactly")
     for each, expected in ((asked, two), (on_both, [alone])):
@@ -170,8 +179,12 @@ def broken_everywhere(
 @pytest.mark.parametrize(
     ("name", "wrong", "fault"),
     [
-        ("replica_moments", lambda found: (found[2],) * 3, "memory_bytes is"),
-        ("largest_message_bytes", lambda found: 2 * found, "memory_bytes is"),
+        ("replica_bytes", lambda found: found + 1000, "memory_bytes is"),
+        (
+            "held_moments",
+            lambda found: found[1:] or (found[0]._replace(sent=0),),
+            "memory_bytes is",
+        ),
         ("kept_per_weight_byte", lambda found: found - 2, "memory_bytes is"),
         ("num_in_flight", lambda found: found + 1, "memory_bytes is"),
         ("weight_versions", lambda found: found + 1, "memory_bytes is"),

@@ -15,7 +15,7 @@ from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.parallel import LinkCurve
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.schema.plan import ReplicaGroup
-from hetflow.schema.schedule import Schedule
+from hetflow.schema.schedule import HeldMoment, Schedule
 from hetflow.solvers.parallel import pareto
 from hetflow.solvers.pipeline import prediction, uniform
 from hetflow.solvers.pipeline import step_sums as bound
@@ -53,10 +53,13 @@ def test_memory_is_counted_apart(schedule: str, monkeypatch: pytest.MonkeyPatch)
     problem = asked(schedule)
     assert check(solve(problem), problem) == []
 
-    def halved(lists: Schedule) -> tuple[tuple[int, int], ...]:
-        return tuple(((held + 1) // 2, 1) for held, _ in counting.held_by_stage(lists))
+    def fewer(lists: Schedule) -> tuple[tuple[HeldMoment, ...], ...]:
+        return tuple(
+            tuple(one._replace(in_flight=(one.in_flight + 1) // 2) for one in moments)
+            for moments in counting.moments_by_stage(lists)
+        )
 
-    monkeypatch.setattr(uniform, "held_by_stage", halved)
+    monkeypatch.setattr(uniform, "moments_by_stage", fewer)
     faults = check(solve(problem), problem)
     assert any("memory_bytes is" in fault for fault in faults), faults
 

@@ -6,6 +6,7 @@ import pytest
 
 import hetflow
 from hetflow.planning.checks.profiled import pipeline_faults, split_faults, split_view_faults
+from hetflow.planning.costs.memory import COMPARED_BYTES
 from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
@@ -32,7 +33,7 @@ NODES = tuple(
     for i in range(3)
 )  # fmt: skip
 PROFILE = Profile(
-    model="m", device_type="V100", device_memory_bytes=20_000, weight_bytes=3000,
+    model="m", device_type="V100", device_memory_bytes=20_000_000, weight_bytes=3000,
     update_seconds=0.01, optimizer=named_optimizer("sgd"),
     batch_curve=tuple(
         BatchPoint(batch_size=size, step_seconds=0.1 * size, peak_memory_bytes=4000 + 1000 * size)
@@ -120,8 +121,8 @@ def test_the_split_s_problem_counts_the_optimizer_that_will_train() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"memory_bytes": 30_000}, "memory_bytes is 30000, the profiles give 20000"),
-        ({"workspace_bytes": 0}, "workspace_bytes is 0, the profiles give 220"),
+        ({"memory_bytes": 30_000}, "memory_bytes is 30000, the profiles give 20000000"),
+        ({"workspace_bytes": 0}, "workspace_bytes is 0, the profiles give 131072"),
         ({"base_memory_bytes": 7}, "base_memory_bytes is 7, the profiles give None"),
         ({"forward_seconds": (0.1, 0.1, 0.3)}, "forward_seconds is 0.1, the profiles give 0.2"),
         ({"update_seconds": 0.0}, "update_seconds is 0.0, the profiles give 0.01"),
@@ -153,19 +154,21 @@ def test_a_cpu_s_base_and_update_are_set_aside() -> None:
     told = dataclasses.replace(PROFILE, base_memory_bytes=9_000, update_workspace_bytes=500)
     problem = pipeline_problem(Problem([told], POOL, 8))
     (pool,) = problem.pools
-    assert (pool.base_memory_bytes, pool.workspace_bytes) == (9_000, 220 + 500)
-    assert pool.limit_bytes == 20_000 - 9_000 - 720
+    assert (pool.base_memory_bytes, pool.workspace_bytes) == (9_000, COMPARED_BYTES + 500)
+    assert pool.limit_bytes == 20_000_000 - 9_500 - COMPARED_BYTES
     assert pipeline_faults(problem, Problem([told], POOL, 8)) == []
-    wrong = dataclasses.replace(problem, pools=(dataclasses.replace(pool, workspace_bytes=220),))
-    said = "workspace_bytes is 220, the profiles give 720"
+    wrong = dataclasses.replace(problem, pools=(dataclasses.replace(pool, workspace_bytes=0),))
+    said = "workspace_bytes is 0, the profiles give 131572"
     assert any(said in fault for fault in pipeline_faults(wrong, Problem([told], POOL, 8)))
     among = dataclasses.replace(told, group_workspace_bytes=30)
-    assert pipeline_problem(Problem([among], POOL, 8)).pools[0].workspace_bytes == 220 + 500 + 30
+    assert (
+        pipeline_problem(Problem([among], POOL, 8)).pools[0].workspace_bytes == COMPARED_BYTES + 530
+    )
     assert (
         pipeline_faults(pipeline_problem(Problem([among], POOL, 8)), Problem([among], POOL, 8))
         == []
     )
-    said = "workspace_bytes is 720, the profiles give 750"
+    said = "workspace_bytes is 131572, the profiles give 131602"
     assert any(said in fault for fault in pipeline_faults(problem, Problem([among], POOL, 8)))
     for fragments, more in ((20, 30), (80, 80)):  # both measurements hold fragments
         costs = PipelineCosts(
@@ -173,10 +176,12 @@ def test_a_cpu_s_base_and_update_are_set_aside() -> None:
         )
         pieces = dataclasses.replace(among, pipeline=costs)
         problem = pipeline_problem(Problem([pieces], POOL, 8))
-        assert problem.pools[0].workspace_bytes == 220 + 500 + more
+        assert problem.pools[0].workspace_bytes == COMPARED_BYTES + 500 + more
         assert pipeline_faults(problem, Problem([pieces], POOL, 8)) == []
     full = dataclasses.replace(told, device_memory_bytes=9_720)
-    with pytest.raises(InfeasibleError, match="needs 720 bytes .* beside 9000 before there is a"):
+    with pytest.raises(
+        InfeasibleError, match="needs 131792 bytes .* beside 9000 before there is a"
+    ):
         pipeline_problem(Problem([full], POOL, 8))
 
 

@@ -141,3 +141,27 @@ def test_devices_of_several_stages_hold_no_more_than_planned(software: GpuHost) 
     for rank, (_, peak) in enumerate(said):
         planned = (plan.stages[rank // 2].memory_bytes or 0) - (RESERVE_KIB << 10)
         assert 0.8 * planned < peak <= planned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+def test_stages_of_single_devices_hold_no_more_than_planned(
+    software: GpuHost, schedule: str
+) -> None:
+    """Between the halves of a backward pass the gradients of layers' outputs wait."""
+    host = software("V100:64MiB,V100:64MiB", FAKECUDA_THREADS="1")
+    (host.folder / "target.py").write_text(TARGET)
+    (host.folder / "train.py").write_text(TRAIN.replace("32", "2048").replace("=8", "=512"))
+    asked = ["--quick", "--layers", "--batch-sizes", "64", "--microbatch-size", "64"]
+    asked += ["--optimizer", "adamw", f"--device={host.types[0]}"]
+    host.done("profile", "target.py:whole", *asked, "-o", "profiles")
+    solve = ["solve", "pipeline", "--profiles", "profiles", "--gpus", f"2x{host.types[0]}"]
+    solve += ["--batch-size", "512", "--schedule", schedule, "--num-stages", "2"]
+    host.done(*solve, "--link-bytes-per-second", "1e9", "-o", "plan.json")
+    host.done("launch", "-o", "run", "plan.json", "train.py")
+    plan = files.read(host.folder / "plan.json", Plan)
+    for rank, stage in enumerate(plan.stages):
+        (line,) = (host.folder / f"run/logs/rank{rank}.out").read_text().splitlines()
+        assert (
+            0.85 * (stage.memory_bytes or 0) < float(line.split()[2]) <= (stage.memory_bytes or 0)
+        )

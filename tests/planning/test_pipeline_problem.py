@@ -6,8 +6,9 @@ import pytest
 
 import hetflow
 from hetflow.formats.reports.tables import plan_table
-from hetflow.planning.checks.profiled import pipeline_faults
+from hetflow.planning.checks.profiled import parallel_faults, pipeline_faults
 from hetflow.planning.links import links_of
+from hetflow.planning.parallel_problem import parallel_problem
 from hetflow.planning.pipeline_problem import layers_of_graph, pipeline_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
@@ -117,14 +118,25 @@ def test_measured_stashes_and_workspace_bound_the_memory():
     )
     told = profile(layers=dataclasses.replace(made, nodes=measured))
     problem = pipeline_problem(Problem([told], Cluster.parse("1xV100:5TB"), 8))
-    # Set aside: the dearest workspace, with the gradients of that layer's output and input.
+    # Each layer's workspace, with the gradients of its output and input.
     assert problem.pools[0].memory_bytes == 5 * 2**40
-    assert problem.pools[0].workspace_bytes == 50 + 1000 + 1000
+    assert problem.pools[0].layer_workspace_bytes == (10 + 1000, 50 + 2000, 0 + 2000)
     plan = planned([told], "1xV100")
-    # Weights and gradients of three layers, one microbatch in flight, and two messages.
-    assert plan.stages[0].memory_bytes == 2 * 3 * 2000 + 3 * 300 + 2 * 1000
+    # Weights and gradients of three layers, one microbatch in flight; no base was measured.
+    assert plan.stages[0].memory_bytes == 2 * 3 * 2000 + 3 * 300
     (pool,) = problem.pools
     assert (pool.copies_messages, pool.waiting_bytes) == (True, 25 << 20)
+
+
+@pytest.mark.parametrize(("update_workspace_bytes", "waiting"), [(None, 25 << 20), (0, 0)])
+def test_first_gradients_wait_on_gpus_also_where_a_base_is_stated(
+    update_workspace_bytes: int | None, waiting: int
+) -> None:
+    """Estimates of GPUs state a base, as profiles of processors do, but no update's workspace."""
+    told = profile(base_memory_bytes=1, update_workspace_bytes=update_workspace_bytes)
+    view = parallel_problem(Problem([told], Cluster.parse("1xV100"), 8))
+    assert view.waiting_bytes == waiting
+    assert parallel_faults(view, Problem([told], Cluster.parse("1xV100"), 8)) == []
 
 
 def test_shared_weights_are_told_apart_from_a_layer_s_own():
@@ -143,7 +155,7 @@ def test_a_device_smaller_than_one_layers_workspace_is_refused():
     made = graph(("a", "b"))
     wide = tuple(dataclasses.replace(node, workspace_bytes=10**9) for node in made.nodes)
     told = profile(layers=dataclasses.replace(made, nodes=wide))
-    with pytest.raises(InfeasibleError, match="1000002000 bytes of workspace"):
+    with pytest.raises(InfeasibleError, match="1000133072 bytes of workspace"):
         pipeline_problem(Problem([told], Cluster.parse("1xV100"), 8))
 
 

@@ -115,14 +115,18 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
                 **draw(PASSES),
                 **draw(REDUCTIONS),
                 **draw(FOR_A_WHILE),
+                layer_workspace_bytes=draw(st.sampled_from([(), (0, 3, 1, 7, 2)[:size]])),
             )
         )
     return PipelineProblem(
         model="m",
         layers=tuple(
-            PipelineLayer(id=f"l{i}", activation_bytes=draw(BYTES), weight_bytes=draw(BYTES))
+            PipelineLayer(
+                id=f"l{i}", activation_bytes=draw(BYTES), weight_bytes=draw(BYTES), halved_bytes=i
+            )
             for i in range(size)
         ),
+        sample_bytes=draw(st.sampled_from([0, 0, 2])),
         edges=edges,
         pools=tuple(pools),
         inter_bytes_per_second=draw(RATES),
@@ -261,7 +265,7 @@ def fits(plan: Plan, problem: PipelineProblem) -> bool:
     aside = {pool.device_type: pool.workspace_bytes for pool in problem.pools}
     return all(
         limits[stage.device_type] is None
-        or stage_memory(plan, problem, index) + aside[stage.device_type]
+        or stage_memory(plan, problem, index)[1] + aside[stage.device_type]
         <= limits[stage.device_type]
         for index, stage in enumerate(plan.stages)
     )

@@ -115,13 +115,15 @@ def best(problem: PipelineProblem) -> float | None:
 def fits(plan: Plan, problem: PipelineProblem) -> bool:
     limits = {pool.device_type: pool.memory_bytes for pool in problem.pools}
     aside = {pool.device_type: pool.workspace_bytes for pool in problem.pools}
-    used: dict[tuple[str, int], float] = {}
+    used: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for index, stage in enumerate(plan.stages):
-        device = (stage.device_type, stage.first_device)
-        used[device] = used.get(device, 0.0) + stage_memory(plan, problem, index)
+        own = used.setdefault((stage.device_type, stage.first_device), [])
+        own.append(stage_memory(plan, problem, index))
     return all(
-        limits[kind] is None or bytes_ + aside[kind] <= limits[kind]
-        for (kind, _), bytes_ in used.items()
+        limits[kind] is None
+        or sum(bare for bare, _ in own) + max(whole - bare for bare, whole in own) + aside[kind]
+        <= limits[kind]
+        for (kind, _), own in used.items()
     )
 
 
