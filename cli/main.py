@@ -36,7 +36,7 @@ _RULES = {
     "greater_than": "must be above {gt:g}",
     "less_than": "must be below {lt:g}",
 }
-_PASSED_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+_PASSED_ON = {"allow_interspersed_args": False}  # what follows PLAN is the script's
 
 GROUPS = {
     "Plan and train": {

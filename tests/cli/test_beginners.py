@@ -43,6 +43,14 @@ def test_a_command_of_two_words_takes_options_from_the_environment(
     )
 
 
+@pytest.mark.parametrize("command", ["launch", "submit", "rent run"])
+def test_an_option_that_is_none_is_not_taken_for_a_file(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command.split(), "--restarts", "0", "plan.json", "train.py"]) == 2
+    assert "hetflow: No such option: --restarts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["split", "pipeline", "parallel"])
 def test_the_table_of_solve_counts_for_each_kind_of_plan(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
