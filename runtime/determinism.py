@@ -190,6 +190,24 @@ def seed_streams(*parts: int | str) -> None:
     seed_streams_by(key_of(*parts))
 
 
+_STEPS_AHEAD = 64
+_ahead: dict[tuple[int | str, ...], tuple[int, list[int]]] = {}  # a first step, keys from it on
+
+
+def seed_streams_in_step(seed: int, work: str, step: int, *rest: int | str) -> None:
+    """Seed as ``seed_streams(seed, work, step, *rest)`` does; for work that every step does.
+
+    Keys of the next steps are made together. Between two passes Python's code is not in the caches,
+    where one key takes as long as ten that follow each other.
+    """
+    first, keys = _ahead.get((seed, work, *rest), (step, []))
+    if not first <= step < first + len(keys):
+        first = step
+        keys = [key_of(seed, work, step + later, *rest) for later in range(_STEPS_AHEAD)]
+        _ahead[seed, work, *rest] = first, keys
+    seed_streams_by(keys[step - first])
+
+
 def seed_streams_by(key: int) -> None:
     """Seed as ``seed_streams`` does, with the number that ``key_of`` gives for the key."""
     _seed_host(key)

@@ -32,7 +32,7 @@ from .data import (
     rows_of,
     to_device,
 )
-from .determinism import seed_streams
+from .determinism import seed_streams, seed_streams_in_step
 from .engine import Runner
 from .log import log
 from .session import Position, Session
@@ -485,7 +485,7 @@ class Epoch:
             if batch is None:
                 break
             # Seed the random draws of the loop's body: they are equal where a worker joins here.
-            seed_streams(session.seed, "batch", session.num_steps)
+            seed_streams_in_step(session.seed, "batch", session.num_steps)
             yield batch
             batch.discard()
             asked = session.clock.end_step()

@@ -20,7 +20,7 @@ from .agreement.agreement import Agreement
 from .checkpoints.restoring import Progress
 from .checkpoints.saving import Checkpoints
 from .data import Batch, check_in_order, check_loader, has_index
-from .determinism import seed_streams
+from .determinism import seed_streams_in_step
 from .engine import Answer, LossFunction, Runner, Step, StepEngine
 from .epoch import Epoch, Epochs, IndexReader, StreamReader, check_stream
 from .measurements import StepTimes
@@ -390,7 +390,7 @@ class Job:
         session.clock.synchronised()
         # What the script draws until its next batch, an optimizer's noise say, is equal everywhere.
         again = ("round", step.round) if step.round else ()
-        seed_streams(session.seed, "between", session.num_steps, *again)
+        seed_streams_in_step(session.seed, "between", session.num_steps, *again)
         session.num_steps += int(not step.round)  # further rounds over a batch do not count
         if session.last_loss is None:
             tell_first_step()

@@ -23,9 +23,15 @@ from .buffers import VirtualNodeBuffers, buffers_apart, joined, over_workers, wa
 from .checkpoints.checkpoint import shapes_of
 from .checkpoints.restoring import load_optimizers, load_parameters
 from .data import Pass, called, copied
-from .determinism import is_invariant, refusal_of, seed_streams, streams_kept
+from .determinism import (
+    is_invariant,
+    refusal_of,
+    seed_streams,
+    seed_streams_in_step,
+    streams_kept,
+)
 from .engine import LossFunction, Step
-from .gradients import GradientReducer, ScriptHooks
+from .gradients import NOTHING, GradientReducer, ScriptHooks
 from .group import Place
 from .nested_tensors import digest_of
 from .outputs import OutputsOfBatch, in_order, message_of
@@ -279,15 +285,15 @@ class SplitEngine:
     @contextmanager
     def _passing(self, item: Pass, *, counts: bool = True) -> Iterator[None]:
         """Run a virtual node's pass in the body: with its buffers, into its gradient."""
-        session = self._session
+        session, reducer = self._session, self.reducer
         began = session.clock.mark()
-        with (
-            self._holder.hold(item.num_samples) if self._holder else nullcontext(),
-            self.reducer.passing(item.virtual_node),
-        ):
+        holding = self._holder.hold(item.num_samples) if self._holder else NOTHING
+        with holding, reducer.cutting():
+            reducer.enter(item.virtual_node)
             self.buffers.load(item.virtual_node)
             yield
             self.buffers.save(item.virtual_node)
+            reducer.leave()
         number = item.num_samples if counts else 0
         # After the emulated device has held the pass: its time is what a plan predicts.
         session.clock.end_pass(began, num_samples=number, is_full=item.is_full)
@@ -301,7 +307,7 @@ class SplitEngine:
         # By step and virtual node, never by worker: dropout draws the same masks wherever the node
         # runs. A second round of one step draws others.
         again = ("round", step.round) if step.round else ()
-        seed_streams(session.seed, "pass", session.num_steps, item.virtual_node, *again)
+        seed_streams_in_step(session.seed, "pass", session.num_steps, item.virtual_node, *again)
 
     def _run_twice(self, step: Step, over_batch: LossFunction) -> None:
         """Run the passes of a loss over the whole batch; see outputs.py."""

@@ -172,7 +172,7 @@ def _number(value: Any) -> Number | None:
 
 def _total_weight(node: Any) -> Tensor | None:
     """What a node divides by that is a cross entropy's mean."""
-    if getattr(node, "_saved_reduction", None) != _AVERAGED or not hasattr(node, "_saved_target"):
+    if getattr(node, "_saved_reduction", None) != _AVERAGED:
         return None
     total: Tensor | None = getattr(node, "_saved_total_weight", None)
     return total

@@ -9,7 +9,7 @@ on the whole.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from secrets import randbits
@@ -468,12 +468,9 @@ class SharedStates(Units):
     def arm(self, *, defer_last: bool = False) -> None:
         """Do nothing: gradients are reduced as layers have gone back."""
 
-    @contextmanager
-    def passing(self, node: int) -> Iterator[None]:
-        """Run a virtual node's pass in the body."""
-        self.enter(node)
-        yield
-        self.leave()
+    def cutting(self) -> AbstractContextManager[None]:
+        """Do nothing: units do not follow the buckets that torch.compile would cut at."""
+        return nullcontext()
 
     def launch_rest(self) -> None:
         """Begin the reductions that no pass has begun."""
