@@ -5,7 +5,7 @@ of a buffer is summed over the workers as soon as it is complete (VirtualFlow 3.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -510,6 +510,21 @@ def have_no_gradients(parameters: Iterable[Tensor]) -> bool:
     return {*map(_gradient, parameters)} <= {None}
 
 
+NOTHING = nullcontext()
+"""A context that does nothing, made once: a step enters several."""
+
+
+@contextmanager
+def _active(asked: SimpleNamespace) -> Iterator[None]:
+    """Show torch.compile what it asks an active DistributedDataParallel for."""
+    before = DistributedDataParallel._active_ddp_module
+    DistributedDataParallel._active_ddp_module = asked  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        DistributedDataParallel._active_ddp_module = before
+
+
 class GradientReducer:
     """Accumulate the gradients of several passes, then sum them over the workers of a group.
 
@@ -603,7 +618,7 @@ class GradientReducer:
         self._is_single = False  # the step is one pass, and no gradient was there when it began
         self._learns, self._has_learned = False, False
         self._is_lean = False  # only some parameters have hooks
-        self._asked: SimpleNamespace | None = None  # what ``passing`` shows to torch.compile
+        self._asked: SimpleNamespace | None = None  # what ``cutting`` shows to torch.compile
         if len(self._buffers.buckets) > 1 and (self._distributed or self._invariant is not None):
             usual = self._bucket_bytes or backend_of(self.flats[0].device).bucket_bytes
             self._asked = SimpleNamespace(bucket_bytes_cap=max(usual, FIRST_BUCKET_BYTES))
@@ -675,6 +690,8 @@ class GradientReducer:
         # By buffer, or by one call: views are many, and each would be a kernel.
         empty = [self.sums] if keeps and self.sums is not None else []
         with torch.no_grad():
+            if self._before is not None:
+                self._note_before(self._before)
             for index, view in self._buffers.views.items():
                 if not self._carry(index, view) and keeps:
                     empty.append(view)
@@ -708,14 +725,21 @@ class GradientReducer:
         # A tree of sums moves the buffers between passes by itself.
         return [held, [flat._version for flat in self.flats if self._invariant is None]]
 
+    def _note_before(self, before: dict[int, Tensor]) -> None:
+        """Copy the gradients that earlier steps left, by one kernel for each kind of them."""
+        there = {
+            i: p.grad for i in self._buffers.views if (p := self._parameters[i]).grad is not None
+        }
+        before.update({index: torch.empty_like(gradient) for index, gradient in there.items()})
+        if there:
+            torch._foreach_copy_([*before.values()], [*there.values()])
+
     def _carry(self, index: int, view: Tensor) -> bool:
         """Note the gradient that earlier steps left; on the first worker, put it into its view."""
         gradient = self._parameters[index].grad
         if gradient is None:
             return False
         self.carried.add(index)
-        if self._before is not None:
-            self._before[index] = gradient.clone()
         if self._is_first and gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
         return True
@@ -735,27 +759,14 @@ class GradientReducer:
         if self._invariant is not None:
             self._invariant.leave()
 
-    @contextmanager
-    def passing(self, node: int) -> Iterator[None]:
-        """Run a virtual node's pass in the body; let torch.compile cut its graph where buckets end.
+    def cutting(self) -> AbstractContextManager[None]:
+        """Let torch.compile cut the graphs of a pass in the body where buckets end.
 
         A compiled graph gives all its gradients at its end, so their sums could begin only then.
         torch cuts graphs in parts for a DistributedDataParallel that is active, and asks it only
         for the size of its buckets.
         """
-        if self._asked is None:
-            self.enter(node)
-            yield
-            self.leave()
-            return
-        before = DistributedDataParallel._active_ddp_module
-        DistributedDataParallel._active_ddp_module = self._asked  # type: ignore[assignment]
-        try:
-            self.enter(node)
-            yield
-            self.leave()
-        finally:
-            DistributedDataParallel._active_ddp_module = before
+        return NOTHING if self._asked is None else _active(self._asked)
 
     def arm(self, *, defer_last: bool = False) -> None:
         """Let the next backward reduce buckets as they fill.

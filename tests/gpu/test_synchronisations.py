@@ -82,6 +82,40 @@ def test_a_worker_alone_copies_nothing_but_its_batch(software: GpuHost) -> None:
     assert "collectives 2.0 0\n" in software("V100").python(text)
 
 
+KEPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+
+model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = hf.prepare(model, optimizer)
+kernels, software = [], sys.modules["_fakecuda"]
+for batch in job.batches(DataLoader(TensorDataset(torch.randn(40, 4)), batch_size=4)):
+    software.reset_counts()
+    job.backward(lambda x: model(x).square().mean(), batch, per_virtual_node=True)
+    optimizer.step()
+    kernels.append(software.counts()["kernel"])
+    optimizer.zero_grad(set_to_none=batch.step < 5)  # from the seventh step on gradients are kept
+print("kernels", kernels[5], kernels[9], flush=True)
+"""
+
+
+def test_gradients_that_are_kept_take_no_kernel_each(software: GpuHost) -> None:
+    host = software("V100,V100")
+    (host.folder / "train.py").write_text(KEPT)
+    files.write(host.folder / "plan.json", plan_of([1, 1], ["V100", "V100"]))
+    found = host.done("launch", "--determinism", "none", "plan.json", "train.py")
+    numbers = [line.split() for line in found.splitlines() if line.startswith("kernels")]
+    assert numbers
+    for _, fresh, kept in numbers:
+        # Autograd adds each of the 40 gradients to the one that is there. A copy of all, to repeat
+        # a step by, is one kernel.
+        assert int(kept) - int(fresh) <= 40 + 2
+
+
 SPOILT = """
 import sys
 import torch
