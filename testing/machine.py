@@ -30,18 +30,22 @@ class Gpus:
         """Run a program in the folder to its end; its output is text.
 
         Raises:
-            subprocess.CalledProcessError: It failed.
+            subprocess.CalledProcessError: It failed; a note has what it said on stderr.
             subprocess.TimeoutExpired: It took longer.
         """
-        return subprocess.run(
-            command,
-            env=dict(self.environment),
-            cwd=self.folder,
-            timeout=timeout_seconds,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        try:
+            return subprocess.run(
+                command,
+                env=dict(self.environment),
+                cwd=self.folder,
+                timeout=timeout_seconds,
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+        except subprocess.CalledProcessError as error:
+            error.add_note(error.stderr)  # else a failed test shows the exit status alone
+            raise
 
     @property
     def faults(self) -> list[str]:

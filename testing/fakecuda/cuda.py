@@ -162,6 +162,8 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
     class CUDAGraph:
         """Nothing is recorded, and nothing can be replayed."""
 
+        replay = _missing("replay of CUDA graphs")
+
     class Graph:
         def __init__(self, _: CUDAGraph, **__: Any) -> None: ...
 
@@ -222,6 +224,21 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
     def peak(device: Any = None) -> int:
         return int(native.peak(index_of(device)))
 
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        now, most, index = used(device), peak(device), index_of(device)
+        return {
+            "allocated_bytes.all.current": now,
+            "allocated_bytes.all.peak": most,
+            "reserved_bytes.all.current": segments(now, index),
+            "reserved_bytes.all.peak": segments(most, index),
+        }
+
+    for name in ("_scatter", "_gather", "_broadcast", "_broadcast_coalesced"):
+        setattr(torch._C, name, _missing("torch.nn.DataParallel; use DistributedDataParallel"))
+    # As without a profiler that listens to them.
+    marks = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA")
+    torch.cuda.nvtx._nvtx = SimpleNamespace(**dict.fromkeys(marks, lambda *_: 0))
+
     return {
         "_is_compiled": lambda: True,
         "_is_in_bad_fork": lambda: native.initialised_in() not in (0, os.getpid()),
@@ -256,6 +273,8 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
         "memory_reserved": lambda device=None: segments(used(device), index_of(device)),
         "max_memory_allocated": peak,
         "max_memory_reserved": lambda device=None: segments(peak(device), index_of(device)),
+        "memory_stats": memory_stats,
+        "memory_summary": _missing("torch.cuda.memory_summary; torch.cuda.memory_stats has sums"),
         "reset_peak_memory_stats": lambda device=None: native.reset_peak(index_of(device)),
         "manual_seed_all": manual_seed_all,
         "manual_seed": lambda seed: native.seed(index_of(None), seed % (1 << 64)),
@@ -264,6 +283,15 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
             index_of(device), state
         ),
     }
+
+
+def _missing(what: str) -> Any:
+    """What stands for a function of torch's that the device does not have."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"the software device has no {what} (docs/gpus.md says what it models)")
+
+    return fail
 
 
 def _mark_steps(native: Any) -> None:

@@ -109,6 +109,11 @@ for batch in job.batches(DataLoader(rows, batch_size=16, shuffle=True, collate_f
     optimizer.zero_grad()
 job.print(job.device.type, losses)
 """
+CAST = """kind = torch.float16 if scaled else torch.bfloat16
+    with torch.autocast("cuda", kind):
+        answer = model(x)
+    assert answer.dtype == kind
+    loss = nn.functional.cross_entropy(answer.float(), y)"""
 POOLED = "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)"
 
 
@@ -158,6 +163,25 @@ def test_a_scaler_on_one_type_alone_trains_as_none(gpus: GpuHost) -> None:
         found = torch.load(host.folder / f"state{rank}.pt", map_location="cpu")
         for name, value in unlike_scales.alone().items():
             assert torch.allclose(found[name], value, rtol=0, atol=1e-7), name
+
+
+def test_float16_on_one_type_and_bfloat16_on_another_train_as_neither(gpus: GpuHost) -> None:
+    """The third step overflows on the worker that scales, and neither updates."""
+    host = gpus(1, 1)
+    loss = "loss = nn.functional.cross_entropy(model(x), y)"
+    text = unlike_scales.SCRIPT.replace('GradScaler("cpu"', 'GradScaler("cuda"')
+    text = text.replace(".double()", "").replace(
+        "dtype=torch.float64)", "dtype=torch.float64).float()"
+    )
+    assert loss in text
+    text = text.replace(loss, CAST)
+    (host.folder / "train.py").write_text(text)
+    files.write(host.folder / "plan.json", plan_of([5, 3], host.types))
+    host.done("launch", "--determinism", "none", "plan.json", "train.py", "whole", "first")
+    states = [torch.load(host.folder / f"state{rank}.pt", map_location="cpu") for rank in range(2)]
+    for name, value in unlike_scales.alone().items():
+        assert states[0][name].equal(states[1][name]), name
+        assert torch.allclose(states[0][name].double(), value, rtol=0, atol=5e-3), name
 
 
 @pytest.mark.parametrize("cells", ["LSTM", "GRU"])

@@ -115,3 +115,14 @@ def test_a_pipelines_receives_are_posted_ahead_of_the_passes_before(
     slower = next(device for device in timeline.devices if device.spec.startswith("V100"))
     hidden = timeline.hidden_share_of(slower)
     assert hidden > 0.6 if is_hidden else hidden < 0.4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_pipeline_goes_on_where_a_device_has_one_queue(software: GpuHost, schedule: str) -> None:
+    """As under CUDA_DEVICE_MAX_CONNECTIONS=1; a circle of waits would be a DeadlockError."""
+    host = software(",".join(SHARES), FAKECUDA_TIMELINE="timeline")
+    files.write(host.folder / "plan.json", replace(pipeline(), schedule=schedule))
+    host.done("launch", "--determinism", "none", "plan.json", SCRIPT, "eager", "none")
+    with_all = host.timeline(SMALL).step_seconds
+    with_one = host.timeline(replace(SMALL, one_queue=True)).step_seconds
+    assert with_all <= with_one < 1.1 * with_all

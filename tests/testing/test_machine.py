@@ -1,6 +1,7 @@
 """``hetflow.testing.gpus``: what a user's own tests ask of the software device."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -158,3 +159,46 @@ def test_a_timeline_is_written_for_perfetto(tmp_path: Path) -> None:
     assert all(event["ph"] == "X" and event["dur"] > 0 for event in products)
     named = [event["args"]["name"] for event in events if event["ph"] == "M"]
     assert ["V100-SXM2-16GB" in named[0], "A100-SXM4-40GB" in named[1]] == [True, True]
+
+
+LACKS = """
+import sys
+import torch
+from torch import nn
+
+def said(function):
+    try:
+        function()
+    except RuntimeError as error:
+        print(error)
+
+x = torch.ones(4, 4, device="cuda")
+said(lambda: nn.DataParallel(nn.Linear(4, 4).cuda())(x))
+said(torch.cuda.CUDAGraph().replay)
+said(torch.cuda.memory_summary)
+torch.cuda.nvtx.range_push("of no use")
+torch.cuda.nvtx.range_pop()
+stats = torch.cuda.memory_stats()
+print(stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated() > 0)
+sys.exit("ended by itself")
+"""
+
+
+def test_what_the_device_lacks_and_why_a_program_failed_are_said(tmp_path: Path) -> None:
+    if real_types():
+        pytest.skip("this machine has GPUs of its own")
+    try:
+        gpus = testing.gpus("V100,V100", tmp_path)
+    except CannotBuild as error:
+        pytest.skip(str(error))
+    (tmp_path / "lacks.py").write_text(LACKS)
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        gpus.run([sys.executable, "lacks.py"])
+    assert failed.value.__notes__ == ["ended by itself\n"]
+    *lacks, is_told = failed.value.stdout.splitlines()
+    assert [line.partition("has no ")[2].partition(" (")[0] for line in lacks] == [
+        "torch.nn.DataParallel; use DistributedDataParallel",
+        "replay of CUDA graphs",
+        "torch.cuda.memory_summary; torch.cuda.memory_stats has sums",
+    ]
+    assert is_told == "True"
