@@ -237,7 +237,7 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
         setattr(torch._C, name, _missing("torch.nn.DataParallel; use DistributedDataParallel"))
     # As without a profiler that listens to them.
     marks = ("rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA")
-    torch.cuda.nvtx._nvtx = SimpleNamespace(**dict.fromkeys(marks, lambda *_: 0))
+    vars(torch.cuda.nvtx)["_nvtx"] = SimpleNamespace(**dict.fromkeys(marks, lambda *_: 0))
 
     return {
         "_is_compiled": lambda: True,
