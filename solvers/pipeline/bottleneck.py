@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...planning.costs.pipeline import StageHeld
 from ...schema.pipeline import PipelineProblem
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from .cuts import Floats
@@ -389,7 +390,7 @@ class _Table:
     def __init__(self, problem: PipelineProblem, costs: StageCosts, extra_bytes: float) -> None:
         self.problem, self.costs, self.extra_bytes = problem, costs, extra_bytes
         self.seconds: dict[tuple[int, int, int], Floats] = {}
-        self.limited: dict[tuple[int, int, int, int, int], Floats] = {}
+        self.limited: dict[tuple[int, int, int, StageHeld], Floats] = {}
 
     def cost(self, move: Move) -> Floats:
         key = (move.pool, move.num_replicas, move.span)
@@ -399,9 +400,9 @@ class _Table:
         if limit is None:
             return self.seconds[key]
         stash = self.costs.stashed(move.num_replicas, move.workers)
-        if (*key, *stash) not in self.limited:
+        if (*key, stash) not in self.limited:
             seconds = self.seconds[key].copy()
             used = self.costs.own_bytes(move.pool, move.num_replicas, stash)
             seconds[used > limit + self.extra_bytes] = np.inf
-            self.limited[(*key, *stash)] = seconds
-        return self.limited[(*key, *stash)]
+            self.limited[(*key, stash)] = seconds
+        return self.limited[(*key, stash)]

@@ -537,7 +537,7 @@ def _shapes(
     chunk_counts = problem.traits.num_model_chunks
     if problem.num_model_chunks is not None:
         chunk_counts = (problem.num_model_chunks,)
-    made: dict[tuple[int, int, int], tuple[Schedule, tuple[tuple[int, int], ...]]] = {}
+    made: dict[tuple[int, int, int], tuple[Schedule, tuple[StageHeld, ...]]] = {}
     found: list[ScheduledLayout] = []
     refusal = None
     for layout in found_layouts:
