@@ -123,7 +123,6 @@ class SharedModel:
         self.states.treat(place.activations)
         for optimizer in sharing.loaded:
             self.cut(optimizer)
-        vars(self.module)["__deepcopy__"] = self._refuse_copy  # hooks hold what none can copy
         places, parameters = self.states.places(), list(self.module.parameters())
         self._places = [places[id(parameter)] for parameter in parameters]
         for index, (parameter, (flat, number)) in enumerate(
@@ -146,6 +145,8 @@ class SharedModel:
         kind = SlicedParameter if slices else nn.Parameter
         for parameter, _ in self._sliced:
             parameter.__class__ = kind
+        for flat, _ in self._places if not slices else ():
+            flat.hide()
 
     def forget_slices(self) -> None:
         """Leave plain parameters, which are whole for good."""
@@ -177,12 +178,6 @@ class SharedModel:
         if own.shape == flat.shapes[number]:  # it may be whole here
             own = own.reshape(-1)[flat.slice_of(number)]
         return flat.whole_of(number, own)
-
-    def _refuse_copy(self, _: Any) -> Any:
-        raise TargetError(
-            "the script copies a model whose states workers share",
-            hint="copy it before the first step; later copy its state_dict()",
-        )
 
     @plainly
     def end(self) -> None:
@@ -509,4 +504,3 @@ class SharedModels:
             model.states.close()
             model.forget_slices()
             model.states = None
-            del vars(model.module)["__deepcopy__"]

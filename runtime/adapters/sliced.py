@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...schema.errors import TargetError
 from ...schema.options import option
+from ..sharding.flats import OF_NO_NUMBER, OF_NUMBERS, OF_SHAPE
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -150,16 +151,6 @@ class _Copied(Tensor):
 
 _KINDS: tuple[type[Tensor], ...] = (SlicedTensor, SlicedParameter)
 _foreach_utils._foreach_supported_types += _KINDS
-_OF_SHAPE = {
-    "shape", "ndim", "nbytes", "size", "numel", "nelement", "dim", "ndimension", "stride",
-    "__len__",
-}  # fmt: skip
-_OF_SLICE = {
-    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
-    "is_floating_point", "is_complex", "element_size", "get_device", "__hash__", "backward",
-    "detach_",
-}  # fmt: skip
-_VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 _EACH = {
     "add_", "sub_", "mul_", "div_", "addcmul_", "addcdiv_", "lerp_", "clamp_", "clamp_min_",
     "clamp_max_", "copy_", "zero_", "fill_", "neg_", "sign_", "abs_", "sqrt_", "square_",
@@ -192,15 +183,15 @@ def _called(function: Any, args: Any, kwargs: Any) -> Any:
             if name == "grad" and isinstance(first, SlicedParameter):
                 gradient = function(*args)
                 return first._origin.carried.get(first) if gradient is None else gradient
-            if origin is None or name not in _OF_SHAPE | _VIEWS | {"data"}:
+            if origin is None or name not in OF_SHAPE | OF_NUMBERS:
                 return function(*args)
         if name == "__set__":
             return _set(function, origin, *args)
-        if origin is not None and name in _OF_SHAPE:
+        if origin is not None and name in OF_SHAPE:
             return function(torch.empty(origin.shape, dtype=first.dtype, device="meta"), *args[1:])
         if origin is not None and name in ("data", "detach"):
             return origin.of(function(first))
-        if origin is not None and (name in _OF_SLICE or name.startswith("new_")):
+        if origin is not None and (name in OF_NO_NUMBER or name.startswith("new_")):
             return function(*args, **kwargs)
         if origin is not None and name.endswith("_like"):
             return function(first.new_empty(origin.shape), *args[1:], **kwargs)

@@ -5,10 +5,11 @@ of that slice. While its layer runs, the parameter is a view of the whole vector
 their memory back and keep their identity, because autograd may have saved views of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from ...schema.errors import PeerLostError
 from .. import peers
 from ..group import Place
 from ..invariant import Subtree
+from ..nested_tensors import tensors_in
 from .leaves import LeafSums, NodeOrder
 
 # The way of a vector between workers that hold other parts of it before and after.
@@ -239,6 +241,94 @@ def kept_type(parameter: Tensor, masters: torch.dtype | None) -> torch.dtype:
     return max(dtype, masters, key=lambda each: each.itemsize)
 
 
+OF_SHAPE = {
+    "shape", "ndim", "nbytes", "size", "numel", "nelement", "dim", "ndimension", "stride",
+    "__len__",
+}  # fmt: skip
+"""Functions of tensors and their properties that tell of the shape alone."""
+OF_NO_NUMBER = {
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+    "is_floating_point", "is_complex", "element_size", "get_device", "__hash__", "backward",
+    "detach_",
+}  # fmt: skip
+"""Functions that look at no number of a tensor, nor at its shape."""
+OF_NUMBERS = {"data", "T", "mT", "H", "mH", "real", "imag"}
+"""Properties that tell of numbers."""
+
+
+class AwayParameter(nn.Parameter):
+    """A parameter whose weights are away in a step; what reads it brings them, or is refused.
+
+    Parameters have this class from when a step frees them until they are whole. Its layer runs
+    behind hooks that make them whole, so that other code alone meets the class.
+    """
+
+    _asks: tuple[torch.Size, Callable[[], None]]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch's; if it reads numbers, when they are here."""
+        kwargs, first = kwargs or {}, args[0] if args else None
+        name: str = getattr(function, "__name__", "")
+        if is_property := name in ("__get__", "__set__"):
+            name = getattr(function.__self__, "__name__", "")
+        if isinstance(first, AwayParameter) and name in OF_SHAPE:
+            shape, _ = _plainly(getattr, first, "_asks")
+            shown = torch.empty(shape, dtype=_plainly(getattr, first, "dtype"), device="meta")
+            return function(shown, *args[1:], **kwargs)
+        if is_property and name not in OF_NUMBERS:
+            return _plainly(function, *args)
+        if name in OF_NO_NUMBER or name.startswith("new_"):
+            return _plainly(function, *args, **kwargs)
+        for value in tensors_in((args, kwargs)):
+            if isinstance(value, AwayParameter):
+                value.come()
+        return function(*args, **kwargs)
+
+    def come(self) -> None:
+        """Be a whole parameter.
+
+        Raises:
+            TargetError: The weights cannot come here.
+        """
+        self._asks[1]()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the whole parameter."""
+        self.come()
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the whole parameter."""
+        self.come()
+        return self.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def hide(cls, parameter: Any, asks: tuple[torch.Size, Callable[[], None]]) -> None:
+        """Let a parameter be away.
+
+        Args:
+            parameter: The parameter, whose data is empty.
+            asks: Its whole shape, and what makes it whole or raises.
+        """
+        if type(parameter) is nn.Parameter:
+            parameter._asks, parameter.__class__ = asks, cls
+
+    @classmethod
+    def show(cls, parameter: Any) -> None:
+        """Let a parameter be a plain one."""
+        if type(parameter) is cls:
+            parameter.__class__ = nn.Parameter
+            del parameter._asks  # nothing of it is pickled
+
+
+def _plainly(function: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
 class Flat:
     """The parameters of one kind in a unit of the model.
 
@@ -301,8 +391,16 @@ class Flat:
         self._leaves: LeafSums | None = None
         self._own_leaves: LeafSums | None = None
         self._coming: list[tuple[Sequence[Subtree | None], Tensor, peers.Transfer | None]] = []
-        self.is_whole = False
+        self._asks: dict[int, tuple[torch.Size, Callable[[], None]]] = {}
+        self.is_whole = self._is_away = False
         self.free()
+
+    def asks(self, number: int, come: Callable[[], None]) -> None:
+        """Have ``come`` called where a member is read in a step while its weights are away.
+
+        Afterwards they are whole; or it raises.
+        """
+        self._asks[number] = self.shapes[number], come
 
     @property
     def own(self) -> Tensor:
@@ -383,8 +481,9 @@ class Flat:
             if work is not None:
                 work.wait()
         if self._gathering is not None:
-            self._gathering, self.is_whole = None, True
+            self._gathering, self.is_whole, self._is_away = None, True, False
             for number, (_, parameter) in enumerate(self.members):
+                AwayParameter.show(parameter)
                 parameter.data = self.view_of(number)
 
     def view_of(self, number: int) -> Tensor:
@@ -396,18 +495,25 @@ class Flat:
         """Make the parameters this worker's slices; what is gathered is given back.
 
         Args:
-            shows: Whether parameters show their slices. In a step they are empty, so that a use
-                outside of their layer fails.
+            shows: Whether parameters show their slices. In a step they are ``AwayParameter``.
         """
         if self._gathering is not None:
             self.wait()
         for number, (_, parameter) in enumerate(self.members):
+            AwayParameter.show(parameter)
             parameter.data = self.own_of(self._own, number) if shows else self._whole[:0]
+        self._is_away = not shows
+        self.hide()
         # Emptied, and not replaced: what autograd has saved of the weights shows this storage, and
         # finds their values again when the gather of the backward pass has filled it.
         if not self._keeps_whole:
             self._whole.untyped_storage().resize_(0)
         self.is_whole = False
+
+    def hide(self) -> None:
+        """Let parameters that a step has freed be ``AwayParameter``."""
+        for number, asks in self._asks.items() if self._is_away else ():
+            AwayParameter.hide(self.members[number][1], asks)
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -19,7 +19,6 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...schema.errors import TargetError
@@ -30,59 +29,26 @@ from ..gradients import Hooks
 from ..group import Place
 from ..initial_values import fill
 from ..invariant import Subtree
-from ..nested_tensors import InPieces, digest_of_pieces, tensors_in
+from ..nested_tensors import InPieces, digest_of_pieces
 from ..repeated_layers import layers_of, repeated_layers
 from ..session import Session
 from ..setup import check_same_shapes
 from ..virtual_nodes import share_out
 from .flats import Flat, all_workers, cuts_of, kept_type
 from .leaves import NodeOrder
-from .units import Unit, Units, check_elementwise
+from .units import Unit, Units, check_elementwise, outside_of_layer
 
 _SUM = torch.distributed.ReduceOp.SUM
 _ALIKE_SECONDS = 20.0
 """How far workers may be apart in a pass."""
 
 
-def _outside(said: str) -> TargetError:
-    return TargetError(
-        f"{said} outside of its layer, where this worker has only a share of it",
-        hint="call the layer; for a penalty on weights take the optimizer's weight_decay, or solve "
-        f"with {option('shard', 'optimizer')}",
+def _refuse_copy(_: dict[int, Any]) -> Any:
+    raise TargetError(
+        "the script copies a model whose states workers share",
+        hint="copy it before hf.prepare or its first step, or after job.finish(); a script that "
+        "calls no hf.prepare can copy its state_dict()",
     )
-
-
-_PLACES = ("__get__", "__set__")
-_DATA: Any = Tensor.data
-
-
-class _LayersOnly(TorchFunctionMode):
-    """Tells what reads a weight in the body before its layer has made it whole.
-
-    Args:
-        hidden: Id of a parameter -> its layer and its name.
-        is_here: Whether a layer's weights are whole by now.
-        tell: Gets the parameter's name.
-    """
-
-    def __init__(
-        self,
-        hidden: Mapping[int, tuple[str, str]],
-        is_here: Callable[[str], bool],
-        tell: Callable[[str], None],
-    ) -> None:
-        super().__init__()
-        self._hidden, self._is_here, self._tell = hidden, is_here, tell
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") not in _PLACES or func == _DATA.__get__:
-            for value in tensors_in((args, kwargs)):
-                layer, name = self._hidden.get(id(value), ("", ""))
-                if layer and not self._is_here(layer):
-                    self._tell(name)
-        return func(*args, **(kwargs or {}))
 
 
 def order_of_turns(ran: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
@@ -162,14 +128,7 @@ class SharedStates(Units):
         )
         self._trained = self._layout()
         self._flat_of = {index: flat for flat in self._flats for index, _ in flat.members}
-        self._hidden = {
-            id(parameter): (name, self._names[index])
-            for name, unit in self._units.items()
-            for flat in unit.flats
-            for index, parameter in flat.members
-        }
-        # Whether a loss function was tried, and whether one has read weights before their layers.
-        self._is_tried = self._is_read_ahead = False
+        self._is_tried = False  # whether a loss function was
         self.watch(self._modules)
         self._hooks.append(
             session.model.register_forward_hook(lambda *given: self._model_ran(given[-1]))
@@ -187,6 +146,8 @@ class SharedStates(Units):
         self.moves = 0
         for optimizer in session.optimizers:  # some make it as they are made (Adagrad)
             self.cut(optimizer)
+        # Hooks hold what none can copy, and a copy has no share.
+        vars(session.model)["__deepcopy__"] = _refuse_copy
         self._norm = clip_grad._get_total_norm
         clip_grad._get_total_norm = self._total_norm
 
@@ -264,7 +225,7 @@ class SharedStates(Units):
         if not self._discards:
             self._used.add(index)
         if self._trains and not self._is_late and not self._flat_of[index].awaits_gradients:
-            raise _outside(f"the loss has a gradient of {self._names[index]}")
+            raise outside_of_layer(f"the loss has a gradient of {self._names[index]}")
 
     # A step, as ``GradientReducer`` has it
 
@@ -352,7 +313,7 @@ class SharedStates(Units):
         if self.shares_weights and self._is_tried:
             for name in self._order[:1]:  # it comes while what is before it runs
                 self._units[name].gather()
-        elif not self.shares_weights and (self._is_read_ahead or not self._is_tried):
+        elif not self.shares_weights and not self._is_tried:
             for unit in self._all:  # else each comes while others run
                 unit.wait()
         self._rest.wait()
@@ -566,6 +527,7 @@ class SharedStates(Units):
         """Remove the hooks; the parameters stay as they are."""
         super().close()
         self.treat("kept")
+        vars(self._session.model).pop("__deepcopy__", None)
         self._own_hooks.remove()
         if clip_grad._get_total_norm == self._total_norm:
             clip_grad._get_total_norm = self._norm
@@ -616,6 +578,8 @@ class SharedStates(Units):
             parameter.grad = None
         if not self.shares_weights:
             self.make_whole()
+        for unit in self._all if not self._stays_whole else ():
+            unit.free(shows=False)
         try:
             with self.reading():
                 yield
@@ -636,17 +600,9 @@ class SharedStates(Units):
         Raises:
             TargetError: It reads weights where a step will not have them.
         """
-        with self.open(), _LayersOnly(self._hidden, self._is_here, self._read_ahead):
+        with self.open():
             yield
         self._is_tried = True
-
-    def _is_here(self, layer: str) -> bool:
-        return self._units[layer].is_whole if self.shares_weights else layer in self._ran
-
-    def _read_ahead(self, name: str) -> None:
-        if self.shares_weights:
-            raise _outside(f"the loss function reads {name}")
-        self._is_read_ahead = True
 
     def largest(self, number: float | Tensor) -> Tensor:
         """Float64, of a number's shape: the largest of all workers, on this worker's device."""

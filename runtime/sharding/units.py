@@ -56,6 +56,15 @@ _NOT_HERE = (
 )
 
 
+def outside_of_layer(said: str) -> TargetError:
+    """What refuses a use of a weight that is not here."""
+    return TargetError(
+        f"{said} outside of its layer, where this worker has only a share of it",
+        hint="call the layer; for a penalty on weights take the optimizer's weight_decay, or solve "
+        f"with {option('shard', 'optimizer')}",
+    )
+
+
 class Unit:
     """Parameters that are gathered together: a repeated layer, or all that is in none.
 
@@ -168,6 +177,10 @@ class Units:
         self._turning = ""  # the unit that the next pass begins with, too
         self._factor: Tensor | None = None
         self._hooks: list[RemovableHandle] = []
+        for unit in self._all:
+            for flat in unit.flats:
+                for number, (index, _) in enumerate(flat.members):
+                    flat.asks(number, partial(self._come_outside, unit, names[index]))
 
     @property
     def _all(self) -> list[Unit]:
@@ -279,6 +292,16 @@ class Units:
             unit.wait()
             if self._trains and not self.in_rounds and not self._is_late:
                 unit.await_gradients()
+
+    def _come_outside(self, unit: Unit, name: str) -> None:
+        """Make a unit whole for what reads its weights ahead of it, or outside.
+
+        Raises:
+            TargetError: They are gathered for layers alone, on all workers together.
+        """
+        if self.shares_weights:
+            raise outside_of_layer(f"the loss reads {name}")
+        self._come_whole(unit)
 
     def _goes(self, name: str) -> bool:
         return self.shares_weights and not self._stays_whole and name != self._turning

@@ -27,7 +27,7 @@ from hetflow.schema.options import Shard
 from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
-from hetflow.tests.runtime import sharded_run
+from hetflow.tests.runtime import sharded_reads, sharded_run
 from hetflow.tests.runtime.gloo_workers import TRANSFORMERS
 from hetflow.tests.runtime.sharded_plans import shared
 
@@ -206,6 +206,52 @@ def test_losses_train_or_are_refused_as_without_sharing(
             assert isinstance(made, str), name
         else:
             torch.testing.assert_close(made, expected, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("shard", get_args(Shard))
+def test_weights_read_outside_of_layers_in_late_steps_are_whole_or_refused(
+    tmp_path: Path, plan_of: Callable[..., Plan], shard: Shard
+) -> None:
+    """In steps that test no loss: as in a split of whole states, or one line on all workers."""
+    found: list[dict[tuple[str, int], Any]] = []
+    for way in (None, shard):
+        files.write(tmp_path / f"{way}.json", shared(plan_of([(1, 4), (1, 4)]), way, (1, 3)))
+        (tmp_path / f"{way}").mkdir()
+        command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / "runs"]
+        command += ["--force", tmp_path / f"{way}.json", HERE / "sharded_reads.py"]
+        done = programs.run([*command, tmp_path / f"{way}"], timeout=240)
+        assert done.returncode == 0, done.stderr
+        one, other = (torch.load(tmp_path / f"{way}" / f"{rank}.pt") for rank in (0, 1))
+        assert str(one) == str(other)
+        found.append(one)
+    refused = set()
+    for (name, step), expected in found[0].items():
+        made = found[1][name, step]
+        if isinstance(made, str):
+            own = (
+                "copies a model whose states" if "model copied" in name else "outside of its layer"
+            )
+            assert own in made, (name, step)
+            refused.add(name)
+        else:
+            torch.testing.assert_close(made, expected, rtol=0, atol=1e-10, msg=f"{name}, {step}")
+    # Of a gradient that comes when its layer has gone back workers have summed the layer's.
+    late = {"square ahead", "all squares ahead"} if shard == "gradients" else set[str]()
+    no_numbers = {"numel ahead", "shape ahead", "types ahead"}
+    everything = {name for name, _ in found[0]} - no_numbers
+    assert refused == (everything if shard == "all" else {"model copied ahead"} | late)
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+@pytest.mark.parametrize("name", ["detach ahead", "data ahead", "shape ahead", "square ahead"])
+def test_a_worker_alone_reads_whole_weights_in_a_late_step(name: str) -> None:
+    kept, whole = (
+        sharded_reads.train(sharded_reads.WAYS[name], 3, masters)[0]
+        for masters in (torch.float64, None)
+    )
+    torch.testing.assert_close(kept, whole, rtol=0, atol=1e-10)
 
 
 @given(
