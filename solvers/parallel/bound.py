@@ -19,7 +19,6 @@ A path takes O(stages x options) vector operations over the layers. Prices take 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import combinations, pairwise
 from math import ceil, inf
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from ...schema.parallel import ParallelPool, ParallelProblem
 from ..effort import Effort
 from ..lp import LinearSession
 from .gradients import Rings
-from .space import OptionSpace, StageOption, fitting_with
+from .space import OptionSpace, StageOption, fitting_with, kept_in_a_solve
 
 _RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # between two types' prices
 _MOST_KNOWN = 64  # paths that a search for prices starts from
@@ -51,7 +50,7 @@ Path = tuple[tuple[int, int, int], ...]
 """Stages from the first to the last: an option's number in the space, its start, its end."""
 
 
-@lru_cache(maxsize=1024)
+@kept_in_a_solve(1024)
 def first_by_memory(space: OptionSpace, in_flight: int) -> np.ndarray:
     """For each end the first layer from which a stage fits; behind all where none [options, e]."""
     firsts = []
@@ -63,7 +62,7 @@ def first_by_memory(space: OptionSpace, in_flight: int) -> np.ndarray:
     return np.array(firsts)
 
 
-@lru_cache(maxsize=8)
+@kept_in_a_solve(8)
 def stage_levels(space: OptionSpace, hides_messages: bool) -> np.ndarray | None:
     """All T of stages that fit; None for very many layers."""
     if len(space.least_seconds) > _MOST_LAYERS_FOR_LEVELS:
@@ -90,7 +89,7 @@ def price_rows(pools: tuple[ParallelPool, ...]) -> np.ndarray:
     return np.array(rows)
 
 
-@lru_cache(maxsize=128)
+@kept_in_a_solve(128)
 def stage_seconds(option: StageOption, *, hides_messages: bool = False) -> np.ndarray:
     """Return what stages take at least [start, end]; infinite where the stage is empty."""
     sums, sent, back = _times(option)
@@ -103,7 +102,7 @@ def stage_seconds(option: StageOption, *, hides_messages: bool = False) -> np.nd
     return stages
 
 
-@lru_cache(maxsize=8)
+@kept_in_a_solve(8)
 def _alone(space: OptionSpace, numbers: tuple[int, ...], *, hides_messages: bool) -> np.ndarray:
     """T of stages of these options [options, start, end]; one table for all numbers of replicas."""
     options = [space.options[number] for number in numbers]

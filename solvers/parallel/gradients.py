@@ -1,7 +1,6 @@
 """The all-reduce of every stage that there might be, and numbers of replicas worth trying."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import combinations
 from math import inf
 
@@ -15,7 +14,7 @@ from ...planning.costs.parallel_stage import (
 )
 from ...schema.parallel import LinkCurve, ParallelPool, ParallelProblem, is_inside
 from ..effort import DEFAULT, Effort
-from .space import OptionSpace, StageOption
+from .space import OptionSpace, StageOption, kept_in_a_solve
 
 
 def ring_link(pool: ParallelPool, tensor_parallel_size: int, num_replicas: int) -> LinkCurve:
@@ -26,7 +25,7 @@ def ring_link(pool: ParallelPool, tensor_parallel_size: int, num_replicas: int) 
     return pool.link(1)
 
 
-@lru_cache(maxsize=512)
+@kept_in_a_solve(512)
 def transfers_of(
     option: StageOption, links: tuple[LinkCurve, ...]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -35,7 +34,7 @@ def transfers_of(
     return shared_seconds(option.units, option.num_replicas, links)
 
 
-@lru_cache(maxsize=512)
+@kept_in_a_solve(512)
 def waits_over(option: StageOption, links: tuple[LinkCurve, ...]) -> np.ndarray:
     """What transfers of shared weights add to passes of stages [starts, ends]."""
     forward, passes = (
@@ -227,7 +226,7 @@ def _may_reduce_faster(problem: ParallelProblem, fewer: int, more: int) -> bool:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=8)
+@kept_in_a_solve(8)
 def _reduced_bytes(problem: ParallelProblem) -> np.ndarray:
     """Bytes of each bucket that a stage may reduce: whole ones and rests, on one device."""
     degrees = {t.tensor_parallel_size for pool in problem.pools for t in pool.times}

@@ -15,7 +15,6 @@ O(layers^2 x chunks) for each p, v, degree and number of replicas, and O(chunks)
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import combinations, pairwise
 from math import comb, inf
 
@@ -34,7 +33,7 @@ from ...schema.parallel import LinkCurve, ParallelProblem
 from ..effort import Effort, OutOfTimeError
 from .bound import stage_seconds
 from .gradients import ring_link, transfers_of, waits_over
-from .space import ROOM, Spaces, StageOption, parts_of
+from .space import ROOM, Spaces, StageOption, kept_in_a_solve, parts_of
 
 _MOST_NODES = 50_000
 """Nodes of all searches for cuts that fit: about a second."""
@@ -291,7 +290,7 @@ def _slowest_chunks(shape: InterleavedShape, effort: Effort) -> float:
     return float(_least_maxima(shape.option, shape.link, shape.num_chunks)[-1])
 
 
-@lru_cache(maxsize=128)
+@kept_in_a_solve(128)
 def _chunk_seconds(option: StageOption, link: LinkCurve) -> np.ndarray:
     """[starts, ends] a chunk's passes, and what of a message is longer than a third of them.
 
@@ -309,7 +308,7 @@ def _chunk_seconds(option: StageOption, link: LinkCurve) -> np.ndarray:
     return found
 
 
-@lru_cache(maxsize=4096)
+@kept_in_a_solve(4096)
 def _least_maxima(option: StageOption, link: LinkCurve, num_chunks: int) -> np.ndarray:
     """[ends] likewise for layers 0 to ``end - 1``."""
     seconds = _chunk_seconds(option, link)

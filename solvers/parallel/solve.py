@@ -36,7 +36,14 @@ from .gradients import replica_counts, waits_over
 from .interleaved import Interleaved
 from .labels import Labels
 from .search import FoundPlan, ReplicaSearch, StageChoice
-from .space import MOST_TYPES, OptionSpace, Spaces, StageOption, microbatch_sizes
+from .space import (
+    MOST_TYPES,
+    OptionSpace,
+    Spaces,
+    StageOption,
+    forget_tables,
+    microbatch_sizes,
+)
 
 NUM_TRIED_FIRST = 32
 """Searches whose simple plans are tried at the start, so that a good one is known early."""
@@ -76,6 +83,13 @@ def solve(
         InfeasibleError: No plan fits the memory; says by how much, where replicas share the most.
         TooLittleTimeError: ``effort`` stopped the search before it had a plan.
     """
+    try:
+        return _solved(problem, effort, chunked)
+    finally:
+        forget_tables()
+
+
+def _solved(problem: ParallelProblem, effort: Effort, chunked: Effort | None) -> Plan:
     spaces = Spaces(problem)
     if not spaces.microbatch_sizes:
         timed = sorted({t.microbatch_size for pool in problem.pools for t in pool.times})

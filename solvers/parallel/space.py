@@ -1,11 +1,11 @@
 """The choices of a stage at one microbatch size, as tables over its first and last layer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, combinations, product
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,30 @@ from ...schema.parallel import ParallelPool, ParallelProblem, Recompute
 MOST_TYPES = 2  # device types in one stage; part of the space that solve() states
 ROOM = 1.0 + 1e-12
 """Memory is compared up to rounding: a share of the optimizer's state may be no whole number."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_KEPT: list[Any] = []
+
+
+def kept_in_a_solve(maxsize: int) -> Callable[[_Function], _Function]:
+    """Keep what a function has made of its arguments until ``forget_tables``.
+
+    A table has an entry for every stage: 32 MB for 2,000 layers.
+    """
+
+    def keep(function: _Function) -> _Function:
+        kept: Any = lru_cache(maxsize)(function)
+        _KEPT.append(kept)
+        return kept  # type: ignore[no-any-return]
+
+    return keep
+
+
+def forget_tables() -> None:
+    """Drop all tables: options are known by identity, so no other solve finds any."""
+    for kept in _KEPT:
+        kept.cache_clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # by identity: tables are kept per option
@@ -160,7 +184,7 @@ def unlike_of(
     return tuple(int((low if o == smaller else high).item()) for o in mix)
 
 
-@lru_cache(maxsize=512)
+@kept_in_a_solve(512)
 def _weights(option: StageOption) -> np.ndarray:
     """Bytes of weights whose state is shared [starts, ends]; negative where no stage is."""
     sums = np.array(option.shared)
@@ -168,7 +192,7 @@ def _weights(option: StageOption) -> np.ndarray:
     return whole
 
 
-@lru_cache(maxsize=512)
+@kept_in_a_solve(512)
 def most_uneven(option: StageOption) -> np.ndarray:
     """``StageOption.uneven_bytes`` of every stage [starts, ends]; empty stages hold nothing."""
     return _largest(option.uneven, len(option.weights))
@@ -181,7 +205,7 @@ def _largest(bytes_of_layers: tuple[float, ...], size: int) -> np.ndarray:
     return table
 
 
-@lru_cache(maxsize=1024)
+@kept_in_a_solve(1024)
 def fitting(option: StageOption, num_in_flight: int) -> np.ndarray:
     """Whether a device holds stages, as ``StageOption.fits`` [starts, ends]; none if empty."""
     if option.memory_bytes is None:
@@ -193,7 +217,7 @@ def fitting(option: StageOption, num_in_flight: int) -> np.ndarray:
     return fits
 
 
-@lru_cache(maxsize=512)
+@kept_in_a_solve(512)
 def _updatable(option: StageOption) -> np.ndarray:
     """Whether a device holds what stages [starts, ends] take in an update; none if empty."""
     places = np.arange(len(option.weights))
@@ -233,7 +257,7 @@ def _passing(option: StageOption, num_in_flight: int, stages: Any) -> np.ndarray
     return most
 
 
-@lru_cache(maxsize=512)
+@kept_in_a_solve(512)
 def _terms(option: StageOption) -> tuple[np.ndarray, np.ndarray]:
     """Bytes in passes once, and for each microbatch in flight [starts, ends]."""
     parts = parts_of(option)
@@ -244,7 +268,7 @@ def _terms(option: StageOption) -> tuple[np.ndarray, np.ndarray]:
     return once, parts.each
 
 
-@lru_cache(maxsize=512)
+@kept_in_a_solve(512)
 def _updating(option: StageOption) -> np.ndarray:
     """Bytes in an update [starts, ends], with equal shares."""
     most: np.ndarray = option.reserved_bytes + parts_of(option).updating
@@ -266,7 +290,7 @@ class StageBytes(NamedTuple):
     updating: np.ndarray
 
 
-@lru_cache(maxsize=512)
+@kept_in_a_solve(512)
 def parts_of(option: StageOption) -> StageBytes:
     """The parts of an option's stages.
 
@@ -592,7 +616,7 @@ def _option(
     )
 
 
-@lru_cache(maxsize=64)
+@kept_in_a_solve(64)
 def tied_weights(
     tied_to: tuple[tuple[int, ...], ...], tied_bytes: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
