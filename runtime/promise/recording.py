@@ -167,6 +167,11 @@ class Slice:
         return found
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.numel() > 0
+
+
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that records operators while it is entered; it may be left and entered again."""
 
@@ -192,7 +197,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             other for n in changed for held in self._sharing.values() if n in held for other in held
         ).union(changed)
         for number in touched:
-            if number in self._leaves:  # the replay begins with what was there before
+            # The replay begins with what was there before. A weight that workers share and that is
+            # away has no memory, and what it had may have become another tensor's.
+            if number in self._leaves and _has_memory(self._leaves[number]):
                 self._leaves[number] = self._leaves[number].clone()
         found = function(*arguments, **named)
         tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in tree_flatten(found)[0]]

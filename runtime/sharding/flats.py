@@ -303,7 +303,7 @@ class AwayParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the whole parameter."""
         self.come()
-        return self.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.__reduce_ex__(protocol)
 
     @classmethod
     def hide(cls, parameter: Any, asks: tuple[torch.Size, Callable[[], None]]) -> None:
@@ -314,12 +314,13 @@ class AwayParameter(nn.Parameter):
             asks: Its whole shape, and what makes it whole or raises.
         """
         if type(parameter) is nn.Parameter:
-            parameter._asks, parameter.__class__ = asks, cls
+            vars(parameter)["_asks"], parameter.__class__ = asks, cls
 
     @classmethod
     def show(cls, parameter: Any) -> None:
         """Let a parameter be a plain one."""
-        if type(parameter) is cls:
+        is_away = type(parameter) is cls
+        if is_away:
             parameter.__class__ = nn.Parameter
             del parameter._asks  # nothing of it is pickled
 

@@ -18,8 +18,9 @@ from torch import nn
 import hetflow
 from hetflow import runtime as hf
 from hetflow.runtime.launcher.mapping import same_nodes
+from hetflow.runtime.promise.recording import Recording
 from hetflow.runtime.protocol.lower import lower
-from hetflow.runtime.sharding.flats import ALIGNMENT, cuts_of, sources
+from hetflow.runtime.sharding.flats import ALIGNMENT, AwayParameter, cuts_of, sources
 from hetflow.runtime.sharding.states import SharedStates, order_of_turns
 from hetflow.schema import files
 from hetflow.schema.errors import PeerLostError, ProblemError, TargetError
@@ -386,18 +387,35 @@ def test_a_loop_may_clear_gradients_behind_its_forward_pass(shard: Shard, *, cle
     states = SharedStates(session_of(model, optimizer), shard, [1])
     for _ in range(2):
         states.begin(late=True)
-        with states.passing(0):
-            loss = model(x).sum()
-            if clears:
-                optimizer.zero_grad()
-            states.take_earlier()
-            loss.backward()
+        states.enter(0)
+        loss = model(x).sum()
+        if clears:
+            optimizer.zero_grad()
+        states.take_earlier()
+        loss.backward()
+        states.leave()
         states.launch_rest()
         states.wait()
         found = model[0].weight.grad
         assert found is not None
     torch.testing.assert_close(found.flatten(), expected.flatten() * (1 if clears else 2))
     states.close()
+
+
+def test_memory_that_a_weight_has_left_is_not_the_weights() -> None:
+    """An operator that is recorded writes where a weight was that is away since."""
+    weight = nn.Parameter(torch.ones(3))
+    memory, recording = weight.data, Recording()
+
+    def refuse() -> None:
+        raise AssertionError("the weight is read")
+
+    with recording:
+        loss = (weight * 2).sum() + memory.sum()
+        weight.data = torch.empty(0)
+        AwayParameter.hide(weight, (memory.shape, refuse))
+        memory.add_(loss.detach())
+    assert memory.tolist() == [10.0] * 3
 
 
 def test_a_launch_refuses_what_shares_cannot_follow(plan_of: Callable[..., Plan]) -> None:
