@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -514,9 +515,9 @@ def _result_of(case: ElementTree.Element) -> dict[str, Any]:
         "outcome": "passed",
         "seconds": seconds,
     }
-    measured = {one.get("name", ""): one.get("value", "") for one in case.iter("property")}
-    if measured:
-        test["measured"] = {name: float(value) for name, value in measured.items()}
+    measured = {one.get("name", ""): _number(one.get("value", "")) for one in case.iter("property")}
+    if numbers := {name: value for name, value in measured.items() if value is not None}:
+        test["measured"] = numbers
     for outcome in ("skipped", "failure", "error"):
         found = case.find(outcome)
         if found is not None:
@@ -524,6 +525,13 @@ def _result_of(case: ElementTree.Element) -> dict[str, Any]:
             test["outcome"] = {"failure": "failed"}.get(outcome, outcome)
             test["said"] = said if outcome == "skipped" else re.split(r"[:\s]", said, maxsplit=1)[0]
     return test
+
+
+def _number(text: str) -> float | None:
+    with suppress(ValueError):
+        value = float(text)
+        return value if math.isfinite(value) else None
+    return None
 
 
 def scrubbed(value: Any, names: tuple[str, ...]) -> Any:

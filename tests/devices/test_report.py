@@ -11,7 +11,9 @@ from hetflow.schema.errors import FileError
 RESULTS = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="pytest" tests="3" hostname="ada-laptop">
 <testcase classname="hetflow.tests.gpu.test_launch" name="test_a[none]" time="3.5">
-<properties><property name="measured_step_seconds" value="0.25" /></properties></testcase>
+<properties><property name="measured_step_seconds" value="0.25" />
+<property name="card" value="of ada's" />
+<property name="ratio" value="nan" /></properties></testcase>
 <testcase classname="hetflow.tests.gpu.test_launch" name="test_b" time="1.0">
 <failure message="AssertionError: /users/ada/run/log has no step">Traceback: /home/ada</failure>
 </testcase>
