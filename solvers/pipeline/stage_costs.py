@@ -313,14 +313,14 @@ class StageMemory:
 
     def _prefixes(self, space: Floats, rows: Ints, ends: Ints | None = None) -> StageParts:
         """Stages from cuts in the layers' own order [rows] to each layer, or to such cuts."""
-        cuts, own = self._cuts, ~self._inside[rows]
+        cuts, own, begins = self._cuts, ~self._inside[rows], rows[:, None] > 0
         weight, kept, halved = (
             np.cumsum(own * each, axis=1) for each in (self._weights, self._kept, self._halved)
         )
         frees = kept
         if self._problem.traits.splits_backward:
             # The first stage has no first half: its second one is a whole pass.
-            frees = np.where(self._number[rows, None] > 0, 0.0, kept)
+            frees = np.where(begins, 0.0, kept)
         behind, shared = np.zeros((2, *own.shape))
         for layer, holders, size in self._shared:
             shared[:, layer] = size * own[:, layer]
@@ -331,16 +331,17 @@ class StageMemory:
             for each in (np.cumsum(behind, axis=1), gradients)
         )
         sent = np.broadcast_to(self._sent, kept.shape)
-        halved = np.where(self._number[rows, None] > 0, halved, sent)
+        halved = np.where(begins, halved, sent)
         copied: Any = 0.0
         tied: Any = 0.0
         columns = [weight, kept, passing - frees, waiting - frees, halved]
         if ends is not None:
-            # An empty cut has no layer, and is no end.
-            last = np.maximum(self._number[ends] - 1, 0)
-            weight, kept, passing, waiting, halved = (each[:, last] for each in columns)
+            number = self._number[ends]
+            weight, kept, passing, waiting, halved = (
+                np.where(number > 0, each[:, np.maximum(number - 1, 0)], 0.0) for each in columns
+            )
             sent = np.broadcast_to(cuts.crossing_bytes[ends], kept.shape)
-            halved = np.where(self._number[rows, None] > 0, halved, sent)
+            halved = np.where(begins, halved, sent)
             if cuts.copied_bytes is not None and cuts.split_bytes is not None:
                 copied, tied = (
                     each[np.ix_(rows, ends)] for each in (cuts.copied_bytes, cuts.split_bytes)
