@@ -715,13 +715,16 @@ class GradientReducer:
                     view.zero_()
                     self.carried.discard(index)
                 elif gradient.data_ptr() != view.data_ptr():
-                    view.copy_(gradient if self._is_first else torch.zeros_like(gradient))
+                    if self._is_first:
+                        view.copy_(gradient)
+                    else:
+                        view.zero_()
                 self._parameters[index].grad = view
 
     @property
     def seen(self) -> list[object]:
         """What changes where a script clears or changes gradients between two passes of a step."""
-        held = [self._parameters[index].grad is None for index in sorted(self._used)]
+        held = [self._parameters[index].grad is None for index in self._used]
         # A tree of sums moves the buffers between passes by itself.
         return [held, [flat._version for flat in self.flats if self._invariant is None]]
 

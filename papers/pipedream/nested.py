@@ -8,6 +8,7 @@ are in one line a parametric search gives the same in far less time.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -24,12 +25,11 @@ from ...planning.costs.pipeline import (
     replica_bytes,
     slowest_links,
     weight_versions,
-    with_passing,
     worker_bytes,
 )
 from ...schema.errors import BackendError, InfeasibleError
 from ...schema.options import option
-from ...schema.pipeline import PipelineProblem
+from ...schema.pipeline import DevicePool, PipelineProblem
 from ...schema.plan import NestedBlock, Plan, Stage
 from ...solvers.effort import DEFAULT, Effort
 from ...solvers.methods import METHODS
@@ -832,6 +832,19 @@ def _product(path: Path) -> int:
     return total
 
 
+def _with_passing(
+    problem: PipelineProblem, pool: DevicePool, layers: Sequence[int], parts: StageParts
+) -> StageParts:
+    """The parts of one stage of layers, with what a whole backward pass takes for a while."""
+    kept = gradients = most = with_all = 0.0
+    for layer in layers:
+        aside = pool.layer_workspace_bytes[layer] if pool.layer_workspace_bytes else 0
+        kept += problem.layers[layer].kept_bytes
+        gradients += problem.layers[layer].weight_bytes + problem.layers[layer].shared_weight_bytes
+        most, with_all = max(most, kept + aside), max(with_all, kept + aside - gradients)
+    return parts._replace(passing=most - kept, waiting=with_all + gradients - kept)
+
+
 def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: int) -> Stage:
     path, block, device = leaves[index]
     pool, replicas = problem.pools[0], [_product(leaf[0]) for leaf in leaves]
@@ -853,7 +866,7 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         sent=float(ranges.crossing[block.last]),
     )
     if pool.base_memory_bytes is not None:
-        parts = with_passing(problem, pool, layers, parts)
+        parts = _with_passing(problem, pool, layers, parts)
     held = StageHeld(in_flight, versions, moments)
     whole = float(replica_bytes(problem, pool, own_replicas, held, parts, recompute=False))
     return stage_on(

@@ -284,19 +284,6 @@ def replica_bytes(
     return found
 
 
-def with_passing(
-    problem: PipelineProblem, pool: DevicePool, layers: Sequence[int], parts: StageParts
-) -> StageParts:
-    """The parts of one stage of layers, with what a whole backward pass takes for a while."""
-    kept = gradients = most = with_all = 0.0
-    for layer in layers:
-        aside = pool.layer_workspace_bytes[layer] if pool.layer_workspace_bytes else 0
-        kept += problem.layers[layer].kept_bytes
-        gradients += problem.layers[layer].weight_bytes + problem.layers[layer].shared_weight_bytes
-        most, with_all = max(most, kept + aside), max(with_all, kept + aside - gradients)
-    return parts._replace(passing=most - kept, waiting=with_all + gradients - kept)
-
-
 def last_readers(problem: PipelineProblem) -> dict[int, int]:
     """Positions of layers that others read -> that of the last reader."""
     last: dict[int, int] = {}

@@ -145,7 +145,7 @@ class SharedModel:
         kind = SlicedParameter if slices else nn.Parameter
         for parameter, _ in self._sliced:
             parameter.__class__ = kind
-        for flat, _ in self._places if not slices else ():
+        for flat in dict.fromkeys(flat for flat, _ in self._places) if not slices else ():
             flat.hide()
 
     def forget_slices(self) -> None:

@@ -9,7 +9,7 @@ on the whole.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import pairwise
 from secrets import randbits
@@ -25,7 +25,7 @@ from ...schema.errors import TargetError
 from ...schema.options import Activations, Shard, option
 from .. import peers
 from ..activations import treat
-from ..gradients import Hooks
+from ..gradients import NOTHING, Hooks
 from ..group import Place
 from ..initial_values import fill
 from ..invariant import Subtree
@@ -234,8 +234,7 @@ class SharedStates(Units):
     ) -> None:
         """Start a step; gradients that are still set stay in the sum.
 
-        With ``late`` those do that are set when ``take_earlier`` is called: until then a script may
-        clear them.
+        With ``late`` a script may clear them until ``take_earlier`` is called.
         """
         if self._layout() != self._trained:
             raise TargetError(
@@ -431,7 +430,7 @@ class SharedStates(Units):
 
     def cutting(self) -> AbstractContextManager[None]:
         """Do nothing: units do not follow the buckets that torch.compile would cut at."""
-        return nullcontext()
+        return NOTHING
 
     def launch_rest(self) -> None:
         """Begin the reductions that no pass has begun."""

@@ -330,8 +330,6 @@ class StageMemory:
             np.maximum.accumulate(np.where(own, frees + space - each, -np.inf), axis=1) + each
             for each in (np.cumsum(behind, axis=1), gradients)
         )
-        sent = np.broadcast_to(self._sent, kept.shape)
-        halved = np.where(begins, halved, sent)
         copied: Any = 0.0
         tied: Any = 0.0
         columns = [weight, kept, passing - frees, waiting - frees, halved]
@@ -341,19 +339,19 @@ class StageMemory:
                 np.where(number > 0, each[:, np.maximum(number - 1, 0)], 0.0) for each in columns
             )
             sent = np.broadcast_to(cuts.crossing_bytes[ends], kept.shape)
-            halved = np.where(begins, halved, sent)
             if cuts.copied_bytes is not None and cuts.split_bytes is not None:
                 copied, tied = (
                     each[np.ix_(rows, ends)] for each in (cuts.copied_bytes, cuts.split_bytes)
                 )
         else:
             weight, kept, passing, waiting, halved = columns
+            sent = np.broadcast_to(self._sent, kept.shape)
             if cuts.copied_bytes is not None:
                 copied, tied = self._tied(own)
         received = np.broadcast_to(cuts.crossing_bytes[rows][:, None], kept.shape)
         return StageParts(
             weight + copied, tied, kept, np.maximum(passing, 0.0), np.maximum(waiting, 0.0),
-            halved, received, sent,
+            np.where(begins, halved, sent), received, sent,
         )  # fmt: skip
 
     def _tied(self, own: Mask) -> tuple[Floats, Floats]:

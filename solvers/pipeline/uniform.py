@@ -279,15 +279,19 @@ class ShapeOption:
 
     def _filled(self, cut: Cut) -> list[tuple[float, int | None]]:
         """[places] bytes that stages take of a device, and what they may take."""
+        limits = [self.problem.pools[place.pool].limit_bytes for place in self.shape.layout.places]
+        used = [standing + passing for standing, passing in self._parts_of_places(cut)]
+        return list(zip(used, limits, strict=True))
+
+    def _parts_of_places(self, cut: Cut) -> list[tuple[float, float]]:
+        """[places] bytes that a device's stages hold, and what their passes take for a while."""
         # The passes of a device's stages run one after another: one takes its workspace.
-        used, most = ([0.0] * len(self.shape.layout.places) for _ in range(2))
+        held, most = ([0.0] * len(self.shape.layout.places) for _ in range(2))
         for stage, place in enumerate(self.shape.place):
             standing, passing = self.memory(stage, cut[stage], cut[stage + 1])
-            used[place] += standing
+            held[place] += standing
             most[place] = max(most[place], passing)
-        used = [sum(both) for both in zip(used, most, strict=True)]
-        limits = [self.problem.pools[place.pool].limit_bytes for place in self.shape.layout.places]
-        return list(zip(used, limits, strict=True))
+        return list(zip(held, most, strict=True))
 
     def nearest(self) -> tuple[float, str] | None:
         """Bytes that a cut of even memory lacks, and the device that lacks them; None: no cut."""
@@ -409,10 +413,7 @@ class ShapeOption:
     def stages(self, cut: Cut) -> list[Stage]:
         """The stages of a cut, as a plan has them."""
         costs, shape, found = self.costs, self.shape, []
-        passing = [0.0] * len(shape.layout.places)
-        for stage, place in enumerate(shape.place):
-            own = self.memory(stage, cut[stage], cut[stage + 1])
-            passing[place] = max(passing[place], own[1])
+        parts = self._parts_of_places(cut)
         for stage, place in enumerate(shape.place):
             # The last stage sends nothing.
             last, sent = cut[stage + 1], 0.0
@@ -427,7 +428,7 @@ class ShapeOption:
                     span=costs.bandwidths.index(self.spans[stage]),
                     held=shape.held[stage],
                     sent=sent,
-                    passing_bytes=None if place in shape.place[:stage] else passing[place],
+                    passing_bytes=None if place in shape.place[:stage] else parts[place][1],
                 )
             )
         return found
