@@ -725,8 +725,7 @@ class GradientReducer:
     def seen(self) -> list[object]:
         """What changes where a script clears or changes gradients between two passes of a step."""
         held = [self._parameters[index].grad is None for index in self._used]
-        # A tree of sums moves the buffers between passes by itself.
-        return [held, [flat._version for flat in self.flats if self._invariant is None]]
+        return [held, [flat._version for flat in self.flats]]
 
     def _note_before(self, before: dict[int, Tensor]) -> None:
         """Copy the gradients that earlier steps left, by one kernel for each kind of them."""

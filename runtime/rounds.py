@@ -40,7 +40,7 @@ class _Round:
     item: Pass | None = None  # the pass that runs; None on a worker without samples
     running: ExitStack = field(default_factory=ExitStack)  # what is undone when the pass ends
     runs: bool = False
-    seen: list[object] = field(default_factory=list)  # of the gradients after the last loss
+    seen: list[object] = field(default_factory=list)  # of the gradients when the runtime left them
 
     @property
     def num_parts(self) -> int:
@@ -157,12 +157,24 @@ class JobRounds:
 
     def _enter(self, held: _Round, item: Pass | None, inputs: Any) -> None:
         engine = self._engine
+        self._check_untouched(held)
         held.item, held.runs = item, True
         held.running.enter_context(
             engine.looping_idly() if item is None else engine.looping(held.step, item)
         )
+        # A pass that begins moves sums by itself, or makes room where gradients were reduced.
+        held.seen = engine.reducer.seen
         if self._losses is not None:
             self._losses.begin(inputs, item.num_samples if item is not None else 0)
+
+    def _check_untouched(self, held: _Round) -> None:
+        """Refuse gradients that are others than those that the runtime left in this round."""
+        if held.given and held.seen != self._engine.reducer.seen:
+            raise TargetError(
+                "the script clears or changes gradients between two parts of a batch",
+                hint="call optimizer.zero_grad() before the loop over job.parts(batch), or after "
+                "optimizer.step()",
+            )
 
     def backward(
         self,
@@ -189,14 +201,9 @@ class JobRounds:
         self._leave_losses()
         loss, stated = loss_and_weight(answer)
         engine, item = self._engine, held.item
+        self._check_untouched(held)
         if not held.given:
             engine.reducer.take_earlier()
-        elif held.seen != engine.reducer.seen:
-            raise TargetError(
-                "the script clears or changes gradients between two parts of a batch",
-                hint="call optimizer.zero_grad() before the loop over job.parts(batch), or after "
-                "optimizer.step()",
-            )
         held.given, held.runs = held.given + 1, False
         held.step = replace(held.step, scaler=scaler)
         is_last = held.given == held.num_parts

@@ -247,6 +247,17 @@ def lbfgs(make: Callable[..., Any]) -> Result:
     return losses, model.state_dict()
 
 
+def clearing(make: Callable[..., Any]) -> None:
+    """Clears gradients between two parts: refused."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = make(model, optimizer)
+    for batch in job.batches(loader()):
+        for x, y in job.parts(batch):
+            job.backward(cross_entropy(model(x), y))
+            optimizer.zero_grad(set_to_none=False)
+
+
 def noisy(make: Callable[..., Any]) -> Result:
     """Dropout and batch-norm in two passes over a batch: fixed by virtual node."""
     model = net(noisy=True)

@@ -1,7 +1,7 @@
 """Train a small model with tied weights by hf.prepare, and save it. A script for launches.
 
-Usage: sharded_run.py EPOCHS FILE [masters|norms]. In float64, or in bfloat16 with float32 masters;
-with ``norms`` a model with BatchNorm.
+Usage: sharded_run.py EPOCHS FILE [masters|norms|parts...]. In float64, or in bfloat16 with float32
+masters; with ``norms`` a model with BatchNorm; with ``parts`` odd epochs loop over parts.
 """
 
 import sys
@@ -89,10 +89,14 @@ def main() -> None:
     job = hf.prepare(model, optimizer, masters=masters)
     ids, targets = data_of()
     data = TensorDataset(ids, targets)
-    for _ in range(int(sys.argv[1])):
+    for epoch in range(int(sys.argv[1])):
         for batch in job.batches(DataLoader(data, batch_size=8)):
             optimizer.zero_grad()
-            job.backward(lambda x, y: loss_of(model, x, y), batch)
+            if "parts" in sys.argv and epoch % 2:
+                for x, y in job.parts(batch):
+                    job.backward(loss_of(model, x, y))
+            else:
+                job.backward(lambda x, y: loss_of(model, x, y), batch)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     with job.evaluation() as whole:

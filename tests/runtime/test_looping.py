@@ -270,22 +270,26 @@ def test_a_batch_is_what_the_loader_gives() -> None:
 
 
 @pytest.mark.processes
-def test_a_device_with_several_virtual_nodes_needs_parts(
-    tmp_path: Path, plan_of: Callable[..., Plan]
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        ("whole", "a device of this plan has 2 virtual nodes"),
+        ("clearing", "the script clears or changes gradients between two parts"),
+    ],
+)
+def test_what_parts_cannot_be_is_refused(
+    tmp_path: Path, plan_of: Callable[..., Plan], training: str, said: str
 ) -> None:
     (tmp_path / "train.py").write_text(
         "from hetflow import runtime as hf\n"
         "from hetflow.tests.runtime import looping\n"
-        "looping.whole(hf.prepare)\n"
+        f"looping.{training}(hf.prepare)\n"
     )
     files.write(tmp_path / "plan.json", plan_of([(1, 24), (2, 4)]))
-    done = programs.run(
-        [sys.executable, "-m", "hetflow.cli.main", "launch", "plan.json", "train.py"],
-        timeout=120,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--determinism", "elastic"]
+    done = programs.run([*command, "plan.json", "train.py"], timeout=120, cwd=tmp_path)
     assert done.returncode == 2
-    assert "a device of this plan has 2 virtual nodes" in done.stderr
+    assert said in done.stderr
     assert "job.parts(batch)" in done.stderr
 
 

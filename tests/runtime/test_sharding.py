@@ -120,7 +120,8 @@ def test_virtual_nodes_keep_their_own_statistics_whatever_is_shared(
 ) -> None:
     files.write(tmp_path / "plan.json", shared(plan_of(DEVICES), shard, shares))
     command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / "run"]
-    command += [tmp_path / "plan.json", HERE / "sharded_run.py", "2", tmp_path / "end.pt", "norms"]
+    command += [tmp_path / "plan.json", HERE / "sharded_run.py", "2", tmp_path / "end.pt"]
+    command += ["norms", "parts"]
     done = programs.run(command, timeout=240)
     assert done.returncode == 0, done.stderr
     loss, state = by_hand(2)
@@ -153,7 +154,7 @@ def test_checkpoints_move_between_shardings_bit_by_bit(
         command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / name]
         command += ["--determinism", "elastic", *options]
         command += [tmp_path / f"{name}.json", HERE / "sharded_run.py"]
-        command += [str(epochs), tmp_path / f"{name}.pt", *masters]
+        command += [str(epochs), tmp_path / f"{name}.pt", "parts", *masters]
         done = programs.run(command, timeout=240)
         assert done.returncode == 0, done.stderr
         record = files.read(tmp_path / name / "run.json", RunRecord)
