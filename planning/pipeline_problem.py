@@ -17,6 +17,8 @@ from ..schema.schedule import DEFAULT_SCHEDULE, traits
 from .costs.compute import busy_ratio
 from .costs.memory import (
     COMPARED_BYTES,
+    LOSS_BYTES,
+    NUMBERS_BYTES,
     WAITING_BYTES,
     exchange_bytes,
     reserve_of,
@@ -104,6 +106,7 @@ def pipeline_problem(
                 graph,
                 read,
                 problem.pool,
+                batch // size,
                 splits_backward=traits(schedule).splits_backward,
             )
             for profile, graph in zip(read.profiles, read.graphs, strict=True)
@@ -292,7 +295,13 @@ def _check_alike(
 
 
 def _pool(
-    profile: Profile, graph: LayerGraph, read: Layered, cluster: Cluster, *, splits_backward: bool
+    profile: Profile,
+    graph: LayerGraph,
+    read: Layered,
+    cluster: Cluster,
+    num_microbatches: int,
+    *,
+    splits_backward: bool,
 ) -> DevicePool:
     node = {entry.id: entry for entry in graph.nodes}
     nodes = [node[entry.id] for entry in read.order]
@@ -326,7 +335,7 @@ def _pool(
         ),
         update_seconds=(busy or profile).update_seconds,
         memory_bytes=profile.device_memory_bytes,
-        workspace_bytes=_workspace(profile, graph),
+        workspace_bytes=_workspace(profile, graph, num_microbatches),
         base_memory_bytes=profile.base_memory_bytes,
         **_for_a_while(profile, graph, nodes, read.optimizer),
         **measured,
@@ -369,6 +378,7 @@ def _for_a_while(
         "update_bytes_per_weight_byte": 0.0 if is_apart else ratio or 0.0,
         "waiting_bytes": 0 if is_apart else WAITING_BYTES,
         "copies_messages": True,
+        "compared_bytes": COMPARED_BYTES,
         "layer_workspace_bytes": tuple(workspaces(graph).get(each.id, 0) for each in nodes),
     }
 
@@ -380,13 +390,14 @@ def _halved(node: LayerNode) -> int:
     return max(node.activation_bytes, node.stashed_bytes or 0) if node.weight_bytes else 0
 
 
-def _workspace(profile: Profile, graph: LayerGraph) -> int:
+def _workspace(profile: Profile, graph: LayerGraph, num_microbatches: int) -> int:
     """Bytes of a device's memory to reserve for temporary use, for any stage."""
     # The optimizer update's workspace, if the allocator keeps it apart; what communication with
-    # other workers and fragments take; and what compares workers.
+    # other workers and fragments take; what compares workers; and a step's numbers and losses.
     of_layers = workspaces(graph).values()
     found = (profile.update_workspace_bytes or 0) + exchange_bytes(profile)
-    found += COMPARED_BYTES if of_layers else 0
+    if of_layers:
+        found += COMPARED_BYTES + NUMBERS_BYTES + LOSS_BYTES * num_microbatches
     aside = found + max(of_layers, default=0)
     base, total = profile.base_memory_bytes or 0, profile.device_memory_bytes
     if aside + base >= total:

@@ -2,7 +2,8 @@
 
 import copy
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,16 @@ def storage_key(tensor: Any) -> int:
     """A number of the memory that a tensor lies in, equal for its views while that is alive."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def zeros_for(tensors: Collection[Tensor], device: torch.device) -> list[Tensor]:
+    """[tensors] a zero [1] of each one's dtype: a block a dtype, as allocators round blocks up."""
+    numbers = Counter(tensor.dtype for tensor in tensors)
+    zeros = {
+        dtype: iter(torch.zeros(number, dtype=dtype, device=device).split(1))
+        for dtype, number in numbers.items()
+    }
+    return [next(zeros[tensor.dtype]) for tensor in tensors]
 
 
 def tensors_in(value: Any) -> list[Any]:

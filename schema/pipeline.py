@@ -60,10 +60,11 @@ class DevicePool:
 
     Memory: ``memory_bytes`` is a device's memory; None sets no limit. On every device
     ``workspace_bytes`` of it are reserved for temporary memory beside passes: that of exchanges,
-    and on a CPU that of the optimizer update. ``layer_workspace_bytes`` is what each layer's passes
-    take for a while; empty if it was not measured. ``base_memory_bytes`` is what a worker holds
-    before the model exists, if it counts against the device's memory (0 on a GPU). None, as in
-    older profiles, leaves all three out of a stage's stated memory. An update takes
+    and on a CPU that of the optimizer update. Of these ``compared_bytes`` compare workers that hold
+    the same weights, and only such workers take them. ``layer_workspace_bytes`` is what each
+    layer's passes take for a while; empty if it was not measured. ``base_memory_bytes`` is what a
+    worker holds before the model exists, if it counts against the device's memory (0 on a GPU).
+    None, as in older profiles, leaves all three out of a stage's stated memory. An update takes
     ``update_bytes_per_weight_byte`` for a while, in place of activations. Of a step's first
     gradients up to ``waiting_bytes`` wait until they are summed. ``copies_messages`` says that
     messages on their way are there once more.
@@ -89,6 +90,7 @@ class DevicePool:
     update_seconds: Seconds = 0.0
     memory_bytes: PositiveBytes | None = None
     workspace_bytes: Bytes = 0
+    compared_bytes: Bytes = 0
     layer_workspace_bytes: tuple[Bytes, ...] = ()
     base_memory_bytes: Bytes | None = None
     update_bytes_per_weight_byte: Ratio = 0.0

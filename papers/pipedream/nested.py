@@ -873,7 +873,11 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         problem,
         pool,
         _devices(problem, path, device),
-        memory_bytes=round(whole if pool.base_memory_bytes is None else worker_bytes(pool, whole)),
+        memory_bytes=round(
+            whole
+            if pool.base_memory_bytes is None
+            else worker_bytes(problem, pool, own_replicas, whole)
+        ),
         layers=tuple(problem.layers[layer].id for layer in layers),
         num_in_flight=in_flight,
         weight_versions=versions,

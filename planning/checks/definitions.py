@@ -289,6 +289,7 @@ def replica_bytes(
     weights = stage.weights
     standing = (num_versions + problem.optimizer.state_bytes_per_weight_byte) * weights
     bare = standing + (1 + pool.update_bytes_per_weight_byte) * weights
+    bare = bare + problem.sample_bytes + problem.sample_bytes  # of the last, and the next step's
     whole = bare
     for moment in held:
         kept = stage.kept * (1 if recompute else moment.in_flight)

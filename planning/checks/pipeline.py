@@ -170,6 +170,10 @@ def _memory_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
         # Of the device's stages one runs a pass at a time; the first states it, as the worker's.
         beside = max(whole - bare for bare, whole in counted)
         beside += pool.workspace_bytes + (pool.base_memory_bytes or 0)
+        if plan.stages[held[0]].num_replicas == 1 and not any(
+            layer.shared_with for layer in problem.layers
+        ):
+            beside -= pool.compared_bytes  # no other worker holds its weights
         for index, (bare, _) in zip(held, counted, strict=True):
             is_worker = index == held[0] and pool.base_memory_bytes is not None
             whole, stated = bare + beside * is_worker, plan.stages[index].memory_bytes
@@ -359,7 +363,7 @@ def timed_stage(plan: Plan, problem: PipelineProblem, index: int) -> Stage:
     weight_half = None
     if pool.input_gradient_seconds:  # the first stage's inputs are data: it has no input half
         ahead = _layer_sum(problem, names, pool.input_gradient_seconds) if index else 0.0
-        weight_half = compute - forward - own - ahead
+        weight_half = max(compute - forward - own - ahead, 0.0)
     (in_flight, versions), _ = _held(plan, problem, index)
     sent = 0.0
     if index + 1 < len(plan.stages):

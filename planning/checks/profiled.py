@@ -493,10 +493,11 @@ def _pool_terms(
         "update_bytes_per_weight_byte": update if counts_update else 0.0,
         "waiting_bytes": 25 << 20 if counts_update else 0,
         "copies_messages": bool(taken),
+        "compared_bytes": 2**17 if taken else 0,
         "layer_workspace_bytes": tuple(taken.get(node.id, 0) for node in ordered) if taken else (),
         "memory_bytes": _device_bytes(problem.pool, profile),
         "base_memory_bytes": (base or 0) + beside if beside else base,
-        "workspace_bytes": (2**17 if taken else 0)  # to compare workers
+        "workspace_bytes": (2**17 + 2**13 + 512 * view.num_microbatches if taken else 0)
         + (profile.update_workspace_bytes or 0)
         + _exchange_bytes(profile),
         "forward_seconds": tuple(slowed * node.forward_seconds for node in ordered),
@@ -554,5 +555,14 @@ def _workspaces(graph: LayerGraph) -> dict[str, int]:
     beside = {name: node.activation_bytes for name, node in nodes.items()}
     for source, target in graph.edges:
         beside[target] += nodes[source].activation_bytes
-    measured = [node for node in graph.nodes if node.workspace_bytes is not None]
-    return {node.id: (node.workspace_bytes or 0) + beside[node.id] for node in measured}
+    for holder in {name for node in graph.nodes for name in node.shared_with}:
+        # The gradients of two users, and their sum.
+        users = [node for node in graph.nodes if holder in node.shared_with]
+        beside[holder] += max(node.shared_weight_bytes or 0 for node in users)
+    measured = {n.id: n.workspace_bytes for n in graph.nodes if n.workspace_bytes is not None}
+    found = {name: bytes_ + beside[name] for name, bytes_ in measured.items()}
+    for name in {*found} - {source for source, _ in graph.edges}:
+        # The output; and of 16 samples two copies, and the loss's own, when the loss is tested.
+        output, size = nodes[name].activation_bytes, graph.microbatch_size
+        found[name] = max(found[name], output + -(-3 * output * min(16, size) // size))
+    return found

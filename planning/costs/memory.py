@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from math import ceil
 
 from ...schema.cluster import Cluster
 from ...schema.layers import PassMoment
@@ -11,6 +12,15 @@ from ...schema.records import MOST_BYTES
 
 COMPARED_BYTES = 1 << 17
 """What a worker keeps on its device to compare its parameters with others'."""
+
+NUMBERS_BYTES, LOSS_BYTES = 1 << 13, 1 << 9
+"""What norms, flags and other numbers of a step take on a worker; and the loss of a microbatch.
+
+Allocators of GPUs round each up to 512 bytes.
+"""
+
+TESTED_SAMPLES = 16
+"""Of a microbatch, on which a loss is tested."""
 
 WAITING_BYTES = 25 << 20
 """First gradients of a step that wait on a GPU until they are written to a buffer together."""
@@ -117,14 +127,26 @@ def workspaces(graph: LayerGraph) -> dict[str, int]:
     """Layer -> the most temporary bytes of its passes, where that was measured.
 
     The gradients of its output and inputs are there in its backward pass too. The workspace holds
-    the gradients of its weights, which autograd makes before it adds them to others.
+    the gradients of its weights, which autograd makes before it adds them to others; of a weight
+    that later layers use, that of theirs and the sum of both.
+
+    When a loss is tested, there is the last layer's output, and of ``TESTED_SAMPLES`` the output
+    copied twice and what the loss makes of it, taken as large.
     """
     made = {node.id: node.activation_bytes for node in graph.nodes}
-    beside = dict(made)
+    beside, held = dict(made), dict.fromkeys(made, 0)
     for source, target in graph.edges:
         beside[target] += made[source]
+    for node in graph.nodes:
+        for holder in node.shared_with:
+            held[holder] = max(held[holder], node.shared_weight_bytes or 0)
+    inner, size = {source for source, _ in graph.edges}, graph.microbatch_size
+    tested = {name: ceil(made[name] * (1 + 3 * min(1, TESTED_SAMPLES / size))) for name in made}
     return {
-        node.id: node.workspace_bytes + beside[node.id]
+        node.id: max(
+            node.workspace_bytes + beside[node.id] + held[node.id],
+            0 if node.id in inner else tested[node.id],
+        )
         for node in graph.nodes
         if node.workspace_bytes is not None
     }

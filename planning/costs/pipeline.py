@@ -264,7 +264,8 @@ def replica_bytes(
     """
     weight, wait = parts.weight, pool.waiting_bytes
     standing = kept_per_weight_byte(held.versions, problem.optimizer.state_bytes_per_weight_byte)
-    found = (standing + pool.update_bytes_per_weight_byte) * weight
+    # In an update samples are there of the last microbatch, and of the next step's first one.
+    found = (standing + pool.update_bytes_per_weight_byte) * weight + 2 * problem.sample_bytes
     copies, is_summed = int(pool.copies_messages), num_replicas > 1
     for moment in held.moments:
         running, weights = parts.passing, standing * weight
@@ -292,14 +293,19 @@ def last_readers(problem: PipelineProblem) -> dict[int, int]:
     return last
 
 
-def worker_bytes(pool: DevicePool, passing_bytes: float) -> float:
+def worker_bytes(
+    problem: PipelineProblem, pool: DevicePool, num_replicas: int, passing_bytes: float
+) -> float:
     """Memory of a worker besides its stages, once a device: base, workspaces, the pass that runs.
 
     0 where the base was not measured: then a plan's bytes are those of its stages alone.
     """
     if pool.base_memory_bytes is None:
         return 0
-    return pool.base_memory_bytes + pool.workspace_bytes + passing_bytes
+    found = pool.base_memory_bytes + pool.workspace_bytes + passing_bytes
+    # Searches set aside what compares workers on every device.
+    compares = num_replicas > 1 or any(layer.shared_with for layer in problem.layers)
+    return found if compares else found - pool.compared_bytes
 
 
 def noam(replicas: Sequence[int]) -> int:

@@ -26,7 +26,7 @@ from ..checkpoints.checkpoint import shapes_of
 from ..group import Place
 from ..initial_values import fill, forget, initial_value
 from ..log import log
-from ..nested_tensors import InPieces
+from ..nested_tensors import InPieces, zeros_for
 from ..setup import move_optimizer_state
 from ..tensor.roles import Lanes
 from .cut import StageModule
@@ -166,12 +166,12 @@ class Ownership:
             parameter.grad = gradient
         self._on_device.clear()
         self.device_of_whole = self._place.device
+        others = [parameter for name, parameter in self.parameters.items() if name not in self.own]
+        for parameter, zero in zip(others, zeros_for(others, self._place.device), strict=True):
+            forget(parameter)
+            parameter.grad, parameter.data = None, zero
         for name, parameter in self.parameters.items():
-            if name not in self.own:
-                forget(parameter)
-                parameter.grad = None
-                parameter.data = torch.zeros(1, dtype=parameter.dtype, device=self._place.device)
-            elif name in self.cut and not self._is_cut:
+            if name in self.cut and not self._is_cut:
                 gradient, parameter.grad = parameter.grad, None
                 parameter.data = self.own_part(name, parameter.data)
                 if gradient is not None:

@@ -24,7 +24,7 @@ from ...schema.errors import TargetError
 from .. import peers
 from ..buffers import AllReduce, BufferSlot, VirtualNodeBuffers, buffer_places
 from ..group import Place, subgroup
-from ..nested_tensors import InPieces, storage_key
+from ..nested_tensors import InPieces, storage_key, zeros_for
 from ..sharding.units import Units
 from .cores import AttentionCores
 from .cut import StageModule, writes
@@ -204,10 +204,9 @@ class Elsewhere(Tensor):
     is_refusing = False
 
     @staticmethod
-    def of(value: Tensor, device: torch.device) -> "Elsewhere":
-        """The stand-in of a buffer, on a device."""
-        zeros = torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
-        made: Elsewhere = zeros.as_subclass(Elsewhere)
+    def of(value: Tensor, zero: Tensor) -> "Elsewhere":
+        """The stand-in of a buffer, in the memory of a zero [1]."""
+        made: Elsewhere = zero.reshape(()).expand(value.shape).as_subclass(Elsewhere)
         return made
 
     @classmethod
@@ -328,10 +327,10 @@ class StageBuffers(VirtualNodeBuffers):
         super().__init__(model, local, batch_sizes, slots)
         self._holders, self._place, self._tells = dict(holders), place, tells
         self._own = {slot.name: slot for slot in self.slots}
+        others = {name: value for name, value in self.all().items() if name not in self._own}
+        zeros = zeros_for(others.values(), place.device)
         self._stand_ins = {
-            name: Elsewhere.of(value, place.device)
-            for name, value in self.all().items()
-            if name not in self._own
+            name: Elsewhere.of(others[name], zero) for name, zero in zip(others, zeros, strict=True)
         }
         self.is_readable = True
         self.strip()

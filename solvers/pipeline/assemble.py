@@ -161,7 +161,7 @@ def stage_between(
         devices,
         memory_bytes=round(
             costs.memory_parts(first, last, number, replicas, held)[0]
-            + (0 if passing_bytes is None else worker_bytes(pool, passing_bytes))
+            + (0 if passing_bytes is None else worker_bytes(problem, pool, replicas, passing_bytes))
         ),
         layers=names_between(problem, costs, first, last),
         num_in_flight=held[0],

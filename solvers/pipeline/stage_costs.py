@@ -144,7 +144,7 @@ class StageCosts:
         ahead = float(inputs[last] - inputs[first]) if first else 0.0
         ahead += self.overheads.forward_seconds[pool]  # each half is a pass of the runtime's
         both = self.stage_compute(first, last, pool) - self.stage_forward(first, last, pool)
-        return both - ahead
+        return max(both - ahead, 0.0)
 
     def output_seconds(self, cut: int, bytes_per_second: float) -> float:
         """Both messages of a microbatch over a cut between two stages."""

@@ -75,6 +75,12 @@ def test_the_optimizer_s_state_is_counted_once(
         ({}, [4 * 200 + 40, 4 * 200 + 30], 4 * 400 + 40),
         # In an update there are no activations.
         ({"update_bytes_per_weight_byte": 1.0}, [5 * 200, 5 * 200], 5 * 400),
+        # But samples of two microbatches: the last, and the next step's first.
+        (
+            {"update_bytes_per_weight_byte": 1.0, "sample_bytes": 10 * MB},
+            [5 * 200 + 20, 5 * 200 + 20],
+            5 * 400 + 20,
+        ),
         # Stages without other replicas and tied weights sum nothing. At the first of four layers
         # the gradients of three wait, and its own output is kept.
         ({"waiting_bytes": 25 * MB}, [4 * 200 + 40, 4 * 200 + 30], 4 * 400 + 40 + 25),
@@ -93,8 +99,9 @@ def test_the_optimizer_s_state_is_counted_once(
 def test_what_is_there_for_a_while_is_counted(
     takes: dict[str, Any], two: list[int], alone: int
 ) -> None:
-    asked = problem(named_optimizer("adam"), 10**10)
+    asked = problem(named_optimizer("adam"), 10**10, sample_bytes=takes.get("sample_bytes", 0))
     takes = {"base_memory_bytes": 0, "workspace_bytes": 0, **takes}
+    takes.pop("sample_bytes", None)
     asked = dataclasses.replace(asked, pools=(dataclasses.replace(asked.pools[0], **takes),))
     on_both = dataclasses.replace(asked, num_stages=1, replication=True, workers="exactly")
     for each, expected in ((asked, two), (on_both, [alone])):

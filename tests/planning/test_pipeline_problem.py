@@ -118,9 +118,10 @@ def test_measured_stashes_and_workspace_bound_the_memory():
     )
     told = profile(layers=dataclasses.replace(made, nodes=measured))
     problem = pipeline_problem(Problem([told], Cluster.parse("1xV100:5TB"), 8))
-    # Each layer's workspace, with the gradients of its output and input.
+    # Each layer's workspace, with the gradients of its output and input; of the last its output,
+    # two copies and what the loss makes of it, when the loss is tested.
     assert problem.pools[0].memory_bytes == 5 * 2**40
-    assert problem.pools[0].layer_workspace_bytes == (10 + 1000, 50 + 2000, 0 + 2000)
+    assert problem.pools[0].layer_workspace_bytes == (10 + 1000, 50 + 2000, 4 * 1000)
     plan = planned([told], "1xV100")
     # Weights and gradients of three layers, one microbatch in flight; no base was measured.
     assert plan.stages[0].memory_bytes == 2 * 3 * 2000 + 3 * 300
@@ -149,13 +150,20 @@ def test_shared_weights_are_told_apart_from_a_layer_s_own():
     assert [layer.weight_bytes for layer in problem.layers] == [2000, 2000, 0]
     assert problem.layers[2].shared_with == ("a",)
     assert problem.layers[2].shared_weight_bytes == 2000
+    # The gradients of both users, and their sum: the holder's own is its workspace.
+    spaced = tuple(dataclasses.replace(node, workspace_bytes=10) for node in told.layers.nodes)
+    told = dataclasses.replace(told, layers=dataclasses.replace(made, nodes=spaced))
+    asked = Problem([told], Cluster.parse("1xV100"), 8)
+    problem = pipeline_problem(asked)
+    assert problem.pools[0].layer_workspace_bytes == (10 + 1000 + 2000, 10 + 2000, 4 * 1000)
+    assert pipeline_faults(problem, asked) == []
 
 
 def test_a_device_smaller_than_one_layers_workspace_is_refused():
     made = graph(("a", "b"))
     wide = tuple(dataclasses.replace(node, workspace_bytes=10**9) for node in made.nodes)
     told = profile(layers=dataclasses.replace(made, nodes=wide))
-    with pytest.raises(InfeasibleError, match="1000133072 bytes of workspace"):
+    with pytest.raises(InfeasibleError, match="1000142288 bytes of workspace"):
         pipeline_problem(Problem([told], Cluster.parse("1xV100"), 8))
 
 

@@ -173,6 +173,17 @@ def test_zero_bubble_beats_1f1b_on_even_stages():
     assert steps["zb-h2"] <= steps["zb-h1"]
 
 
+def test_layers_without_weights_leave_no_less_than_nothing_for_a_second_half():
+    """The sums of rounded seconds differ by their last digits."""
+    problem = chain([(0.1, 0.3)] * 7, [(0, 10**6)] * 7, levels((2, 1.0)), replication=False)
+    (pool,) = problem.pools
+    pool = dataclasses.replace(halved(pool, 1.0), repeated_seconds=(0.0,) * 7)
+    problem = dataclasses.replace(problem, pools=(pool,), schedule="zb-h1")
+    plan = solve(problem)
+    assert check(plan, problem) == []
+    assert plan.stages[1].weight_gradient_seconds == 0.0
+
+
 def test_vertical_sync_keeps_as_many_versions_as_places():
     problem = chain(
         EVEN, [(0, 10**6)] * 16, levels((4, 1.0)), schedule="pipedream-vertical-sync",
