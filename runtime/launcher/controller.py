@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...schema import files
-from ...schema.errors import TargetError
+from ...schema.errors import HetflowError, TargetError
 from ...schema.launch import WorkerSlot
 from ...schema.masking import mask
 from ...schema.run import Generation, RunEvent, RunRecord
@@ -224,7 +225,10 @@ class _Run:
                 failure = self._see_through(supervisor) or hosts.wait_for_others(self._watch_end)
             except _Interrupted:
                 failure = interruption(self._signals.received or 2)
-            except BaseException:
+            except BaseException as error:
+                # The hosts may have met: the others have workers that wait for this one's.
+                if isinstance(error, Exception):
+                    hosts.tell_failure(_refusal(self._request, error))
                 workers.stop(self._signals)
                 hosts.leave()
                 raise
@@ -325,6 +329,16 @@ class _Run:
             self._hosts.wait_until_saved(lambda: signals.count == count, until)
             return interruption(number, detail)
         return interruption(number)
+
+
+def _refusal(request: LaunchRequest, error: Exception) -> Failure:
+    """What the other hosts are told where this one cannot start."""
+    number = 0 if request.rendezvous is None else request.rendezvous.node_rank
+    return Failure(
+        exit_code=error.exit_code if isinstance(error, HetflowError) else 1,
+        error=f"host {number} ({socket.gethostname()}) did not start: {error}",
+        hint=error.hint if isinstance(error, HetflowError) else None,
+    )
 
 
 def _record(

@@ -150,14 +150,19 @@ def check_memory(slots: Sequence[WorkerSlot], config: LaunchConfig) -> None:
         has = None if found is None or found.is_host else found.memory_bytes
         if found is not None and has is not None and has < needed.get(name, 0):
             twice = f" with {option('redundancy', config.redundancy)}" if ratio else ""
+            own = found.name_with_memory or "TYPE-16GB"
+            hint = (
+                "it was made for another card of this name: profile this one as the type "
+                f"{own}, and solve for both types"
+            )
+            if name == own:
+                hint = f"no {name} holds it: profile this one again, and solve with that profile"
+            if ratio:
+                hint = f"leave {option('redundancy')} out, or solve for more devices"
             raise TargetError(
                 f"the plan fills {needed[name]:,} bytes on each {name}{twice}, and this machine's "
                 f"({found.name}) has {has:,}",
-                hint=f"leave {option('redundancy')} out, or solve for more devices"
-                if ratio
-                else "it was made for another card of this name: profile this one under a name of "
-                f"its own ({option('devices', found.name_with_memory or 'TYPE-16GB')}), and solve "
-                "for both types",
+                hint=hint,
             )
 
 

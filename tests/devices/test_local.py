@@ -101,7 +101,11 @@ def test_a_split_for_a_larger_card_of_the_name_is_refused_on_each_host(
     host[0] = SMALL
     with pytest.raises(TargetError, match="fills 25,769,803,776 bytes on each V100") as refused:
         check_memory(config.workers, config)
-    assert "V100-16GB" in str(refused.value.hint)
+    assert "profile this one as the type V100-16GB" in str(refused.value.hint)
+    slots = [replace(slot, device_type="V100-16GB") for slot in config.workers]
+    with pytest.raises(TargetError, match="on each V100-16GB") as refused:
+        check_memory(slots, replace(config, workers=tuple(slots)))
+    assert "another card" not in str(refused.value.hint)  # it has that name
 
 
 def test_a_copy_of_a_neighbours_share_must_fit_too(host: list[LocalDevice]) -> None:

@@ -18,6 +18,7 @@ from hetflow.schema.plan import Plan, Prediction, Proof
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
 from hetflow.tests.plan_parts import split_plan, whole_group
+from hetflow.tests.testing.hosts import real_types
 
 pytestmark = pytest.mark.processes
 
@@ -167,6 +168,20 @@ def test_a_shortage_is_told_to_all_and_leaves_no_file(tmp_path: Path) -> None:
         assert code == 2
         assert stderr == "hetflow: the plan needs 1 x cpu:slow, the 2 hosts have 0\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "script.py"]
+
+
+@pytest.mark.slow
+def test_a_host_that_cannot_start_ends_all(tmp_path: Path) -> None:
+    if "V100" in real_types():
+        pytest.skip("this machine has what its plan lacks")
+    files.write(tmp_path / "plan.json", plan_of(("cpu:fast", 1, 8), ("V100", 1, 4)))
+    (tmp_path / "script.py").write_text(FAILS_ON_1)
+    endpoint = f"127.0.0.1:{free_port()}"
+    said = agents(tmp_path, endpoint, ("1xcpu:fast", "1xV100"), "script.py")
+    lacks = "the plan needs 1 x V100, this machine has 0\n"
+    assert [code for code, _ in said] == [2, 2], said
+    assert f"hetflow: host 1 ({socket.gethostname()}) did not start: {lacks}" in said[0][1]
+    assert f"hetflow: {lacks}" in said[1][1]
 
 
 @pytest.fixture
