@@ -3,6 +3,7 @@
     python benchmarks/sharded_runtime.py --quick
     python benchmarks/sharded_runtime.py --turns 30 --json FILE
     python benchmarks/sharded_runtime.py --redundancy       # shares kept twice against once
+    python benchmarks/sharded_runtime.py --bfloat16         # both run in it by one mp_policy
     python benchmarks/sharded_runtime.py --unlike           # devices of 1:2 speed, 2:1 memory
     DS_ACCELERATOR=cpu python benchmarks/sharded_runtime.py --deepspeed   # ZeRO-3 beside them
 
@@ -39,7 +40,7 @@ from typing import Any
 WORKERS, VOCABULARY, LENGTH = 2, 512, 64
 BATCH, SIZES = 24, (1, 2, 3, 4, 6, 8, 12, 16)
 """Of unlike devices: the batch, and sizes of passes."""
-NEAR = 1e-4
+NEAR, ROUGH = 1e-4, 1e-2
 
 
 def model_of(width: int, layers: int) -> Any:
@@ -75,7 +76,12 @@ Step = Callable[[list[Any], int], float]
 
 
 def hetflow_step(
-    model: Any, hold: Hold, *, shares: Sequence[int] = (1,) * WORKERS, copies: int = 0
+    model: Any,
+    hold: Hold,
+    *,
+    shares: Sequence[int] = (1,) * WORKERS,
+    copies: int = 0,
+    policy: Any = None,
 ) -> Step:
     """A step with hetflow's shared states."""
     import torch
@@ -84,6 +90,7 @@ def hetflow_step(
     from hetflow.runtime.group import Place
     from hetflow.runtime.peers import SharedStore
     from hetflow.runtime.protocol.environment import Start
+    from hetflow.runtime.sharding.precision import precision_of
     from hetflow.runtime.sharding.states import SharedStates
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -96,7 +103,7 @@ def hetflow_step(
         model=model, device=place.device,
     )  # fmt: skip
     kept = [range(WORKERS)] * WORKERS if copies else None  # by both workers of a pair
-    states = SharedStates(session, "all", shares, kept=kept)
+    states = SharedStates(session, "all", shares, kept=kept, precision=precision_of(policy))
 
     def step(passes: list[Any], batch_size: int) -> float:
         optimizer.zero_grad()
@@ -117,16 +124,16 @@ def hetflow_step(
     return step
 
 
-def fsdp_step(model: Any, hold: Hold) -> Step:
+def fsdp_step(model: Any, hold: Hold, policy: Any = None) -> Step:
     """A step with FSDP2, one unit for each layer and one for the rest."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (WORKERS,))
+    mesh, policy = init_device_mesh("cpu", (WORKERS,)), policy or MixedPrecisionPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(passes: list[Any], batch_size: int) -> float:
@@ -259,6 +266,7 @@ def work(asked: argparse.Namespace) -> None:
     """Be one worker; the first prints what was measured."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from hetflow.runtime.emulation import PassHolder
     from hetflow.schema.plan import PassTime
@@ -285,10 +293,13 @@ def work(asked: argparse.Namespace) -> None:
             for name, way in stated["ways"].items()
         }
     else:
-        ways = {"hetflow": hetflow_step(deepcopy(model), hold, copies=int(asked.redundancy))}
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if asked.bfloat16 else None
+        copies = int(asked.redundancy)
+        ways = {"hetflow": hetflow_step(deepcopy(model), hold, copies=copies, policy=policy)}
         if asked.deepspeed:
             ways["deepspeed"] = deepspeed_step(deepcopy(model), asked.samples)
-        ways["other"] = hetflow_step(model, hold) if asked.redundancy else fsdp_step(model, hold)
+        is_own = asked.redundancy
+        ways["other"] = hetflow_step(model, hold) if is_own else fsdp_step(model, hold, policy)
     generator = torch.Generator().manual_seed(0)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     batch_size = sum(map(sum, passes["hetflow"]))
@@ -307,7 +318,7 @@ def work(asked: argparse.Namespace) -> None:
                 found[name].append((time.perf_counter() - wall, time.process_time() - cpu))
             dist.all_reduce(loss)
             losses.append(float(loss))
-        if max(losses) - min(losses) > NEAR * losses[0]:
+        if max(losses) - min(losses) > (ROUGH if asked.bfloat16 else NEAR) * losses[0]:
             raise SystemExit(f"turn {turn}: losses {losses} differ")
     if rank == 0:
         sys.stdout.write("\n" + json.dumps(found))
@@ -323,6 +334,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--redundancy", action="store_true", help="shares kept twice, not FSDP2")
+    parser.add_argument("--bfloat16", action="store_true", help="by an mp_policy, sums in float32")
     parser.add_argument("--deepspeed", action="store_true", help="DeepSpeed's ZeRO-3 too")
     parser.add_argument("--unlike", action="store_true", help="devices of unlike speed and memory")
     parser.add_argument(
@@ -336,6 +348,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.deepspeed and (asked.unlike or asked.redundancy):
         parser.error("--deepspeed goes with neither --unlike nor --redundancy")
+    if asked.bfloat16 and (asked.unlike or asked.redundancy or asked.deepspeed):
+        parser.error("--bfloat16 goes with none of --unlike, --redundancy, --deepspeed")
     if asked.quick:
         asked.turns, asked.width, asked.layers = min(asked.turns, 6), 64, 3
     if asked.rank is not None:
@@ -344,7 +358,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sizes = [f"--{name}={getattr(asked, name)}" for name in ("turns", "width", "layers")]
         command = [sys.executable, __file__, *sizes, f"--samples={asked.samples}"]
-        command += [f"--{name}" for name in ("redundancy", "deepspeed") if getattr(asked, name)]
+        flags = ("redundancy", "deepspeed", "bfloat16")
+        command += [f"--{name}" for name in flags if getattr(asked, name)]
         names = {"other": "once" if asked.redundancy else "fully_shard"}
         names |= {"deepspeed": "DeepSpeed"} if asked.deepspeed else {}
         if asked.unlike:

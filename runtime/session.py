@@ -14,6 +14,7 @@ from .agreement.agreement import CompareSchedule
 from .group import Place
 from .measurements import StepClock
 from .setup import named_parameters
+from .sharding.precision import AS_IS, Precision
 from .virtual_nodes import batch_sizes_of, holders_of, pass_holder_of
 
 
@@ -52,7 +53,7 @@ class Session:
         is_finished: Whether the job has ended on this worker.
         has_evaluated: Whether the script has evaluated the model by the job.
         blocks: Names of the modules that are units of shared states; empty for repeated layers.
-        masters: The type of the weights that are updated; None: as they run.
+        precision: The types of shared states.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Session:
         seed: int,
         watch: CompareSchedule,
         blocks: Sequence[str] = (),
-        masters: torch.dtype | None = None,
+        precision: Precision = AS_IS,
     ) -> None:
         self.model, self.optimizers, self.seed = model, tuple(optimizers), seed
         self.device = place.device
@@ -77,7 +78,7 @@ class Session:
         self.wants_stop, self.is_finished, self.has_evaluated = False, False, False
         self.place = place
         self.position = Position()
-        self.blocks, self.masters = tuple(blocks), masters
+        self.blocks, self.precision = tuple(blocks), precision
 
     @property
     def rank(self) -> int:

@@ -22,6 +22,7 @@ from . import peers
 from .determinism import is_invariant
 from .group import Place, gathered
 from .initial_values import fill
+from .sharding.precision import Precision
 from .unplanned import on_trial
 
 
@@ -311,6 +312,42 @@ _NUMBERS = 8
 _TOLERANCE = 0.01
 
 
+def keeps_masters(model: nn.Module, precision: Precision, config: LaunchConfig | None) -> bool:
+    """Whether weights are kept in more bits than those of the profile that a plan is made of."""
+    if precision.running is None or config is None or config.shard is None:
+        return precision.masters is not None
+    kept, running = (
+        sum(p.numel() * kind(p).itemsize for p in model.parameters())
+        for kind in (precision.kept_type, precision.running_type)
+    )
+    # Of a profile in the kept type weights that are whole all the time count shares among them.
+    counted = sum(slot.state_share_bytes or 0 for slot in config.workers)
+    return kept > running and (config.shard != "all" or kept > counted * (1 + _TOLERANCE))
+
+
+def beyond_masters(
+    model: nn.Module, precision: Precision, config: LaunchConfig | None
+) -> str | None:
+    """The warning for what a plan that counts masters does not count of a policy; None: nothing."""
+    if config is None or config.optimizer is None or not config.optimizer.masters:
+        return None
+    more = 0
+    for p in model.parameters():
+        running = precision.running_type(p).itemsize
+        if not p.requires_grad:  # of each worker's share, at most
+            more += p.numel() * (precision.kept_type(p).itemsize - running)
+        elif config.shard == "optimizer":
+            more += p.numel() * max(0, precision.summed_type(p).itemsize - running)
+    if more <= 0:
+        return None
+    return (
+        f"warning: by its mp_policy a device may take up to {more / 2**20:.4g} MiB that the plan's "
+        "memory does not count: frozen weights that are kept in more bits than they run in, or "
+        "whole gradients in reduce_dtype; freeze 16-bit weights, or solve with "
+        f"{option('shard', 'gradients')}"
+    )
+
+
 def warning_of(
     optimizers: Sequence[optim.Optimizer],
     counted: OptimizerState | None,
@@ -322,7 +359,7 @@ def warning_of(
     Args:
         optimizers: The script's.
         counted: What the plan counts.
-        masters: Whether the script asks for masters.
+        masters: See ``keeps_masters``.
 
     Returns:
         The warning; None where the optimizers keep no more, or where that cannot be known before a
@@ -332,8 +369,9 @@ def warning_of(
         return None
     if masters and not counted.masters:
         return (
-            "warning: hf.prepare is asked for masters, which the plan's memory does not count: a "
-            f"device may run out of memory; solve again with {option('masters', True)}"
+            "warning: the script keeps masters (weights of more bits than those that run), which "
+            "the plan's memory does not count: a device may run out of memory; solve again with "
+            f"{option('masters', True)}"
         )
     kept = state_ratio(optimizers)
     if kept is not None and masters:

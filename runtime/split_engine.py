@@ -39,6 +39,7 @@ from .promise.promise import Promise
 from .session import Session
 from .setup import final_tensors, state_of
 from .sharding.leaves import NodeOrder
+from .sharding.precision import AS_IS
 from .sharding.saving import SharedState, kept_of, move, shares_of
 from .sharding.states import SharedStates
 from .totals import (
@@ -473,14 +474,15 @@ def _reducer_of(session: Session, *, has_buffers: bool) -> GradientReducer:
 
 
 def _shared_states_of(session: Session) -> SharedStates | None:
-    config, masters = session.place.start.config, session.masters
-    if (config is None or config.shard is None) and masters is None:
+    config, precision = session.place.start.config, session.precision
+    shares = config is not None and config.shard is not None
+    if not shares and precision == AS_IS:
         return None
     order = _order_of(session.place)
-    if config is None or config.shard is None:  # one worker, which keeps masters
-        return SharedStates(session, "optimizer", [1], order, masters=masters)
+    if config is None or config.shard is None:  # one worker, which casts
+        return SharedStates(session, "optimizer", [1], order, precision=precision)
     states = SharedStates(
-        session, config.shard, shares_of(config), order, kept_of(config), session.blocks, masters
+        session, config.shard, shares_of(config), order, kept_of(config), session.blocks, precision
     )
     states.treat(session.place.activations)
     return states

@@ -37,16 +37,19 @@ from .repeated_layers import agreed_blocks, listed_blocks
 from .session import Session
 from .setup import (
     Given,
+    beyond_masters,
     broadcast_buffers,
     broadcast_state,
     check_batch_norms,
     check_model,
     keep_freed_memory,
+    keeps_masters,
     named_parameters,
     optimizers_of,
     place_model,
     warning_of,
 )
+from .sharding.precision import AS_IS, Precision, precision_of
 from .split_engine import SplitEngine
 
 
@@ -59,6 +62,7 @@ def prepare(
     overlap: bool = True,
     blocks: Any = (),
     masters: torch.dtype | None = None,
+    mp_policy: Any = None,
 ) -> Job:
     """Join the launch that this process belongs to, and prepare the model for it.
 
@@ -83,6 +87,8 @@ def prepare(
         masters: The type in which the weights are kept that the optimizer updates, and its state,
             where the model's have fewer bits: ``torch.float32`` for a model in bfloat16. It needs a
             plan whose workers share states, or one worker.
+        mp_policy: A ``MixedPrecisionPolicy`` of ``torch.distributed.fsdp``: the model's weights are
+            masters, and are gathered and run in its ``param_dtype``. It needs what masters need.
 
     Raises:
         TargetError: A model or optimizer that hetflow cannot train correctly, or an environment
@@ -117,10 +123,12 @@ def prepare(
     # What this worker can refuse by itself comes before ``join``: behind it others wait for it.
     listed = listed_blocks(model, blocks)
     start = read_environment()
-    _check_masters(masters, start.config)
+    precision = _precision_of(masters, mp_policy, start.config)
     check_batch_norms(model, start.config, start.determinism)
     counted = start.config.optimizer if start.config else None
-    warning = warning_of(optimizers, counted, masters=masters is not None)
+    masters_kept = keeps_masters(model, precision, start.config)
+    warning = warning_of(optimizers, counted, masters=masters_kept)
+    warning = warning or beyond_masters(model, precision, start.config)
     place = join(start, place_model(model, start.config, device, start.local_rank))
     if backend_of(place.device).is_host:
         keep_freed_memory()
@@ -138,29 +146,31 @@ def prepare(
         watch=CompareSchedule(start.compare_every),
         overlap=overlap,
         blocks=_blocks_of(model, listed, place),
-        masters=masters,
+        precision=precision,
     )
     at_exit(job)
     return job
 
 
-def _check_masters(masters: Any, config: LaunchConfig | None) -> None:
-    """Refuse masters that are no numbers, or that nobody keeps."""
-    if masters is None:
-        return
-    if not isinstance(masters, torch.dtype) or not masters.is_floating_point:
+def _precision_of(masters: Any, policy: Any, config: LaunchConfig | None) -> Precision:
+    """The types that a script asks for; refuse masters that nobody keeps."""
+    if masters is not None and policy is not None:
         raise TargetError(
-            f"hf.prepare: masters must be a floating-point type, got {masters!r}",
-            hint="give torch.float32",
+            "hf.prepare: masters and mp_policy both say in which type weights are kept",
+            hint="give mp_policy alone for a float32 model, masters alone for a 16-bit one",
         )
-    if config is None or (config.shard is not None and config.pipeline is None):
-        return
+    precision = precision_of(policy, masters=masters)
+    is_kept = config is None or (config.shard is not None and config.pipeline is None)
+    if precision == AS_IS or is_kept or config is None:
+        return precision
     if config.pipeline is not None or config.world_size > 1:
+        asked = "masters are" if policy is None else "weights that run as an mp_policy says are"
         raise TargetError(
-            "hf.prepare: masters are kept by workers of a split that share states, and those of "
+            f"hf.prepare: {asked} kept by workers of a split that share states, and those of "
             "this plan do not",
             hint=f"solve a split with {option('shard', 'optimizer')}",
         )
+    return precision
 
 
 def _blocks_of(model: nn.Module, listed: Sequence[str], place: Place) -> Sequence[str]:
@@ -185,7 +195,7 @@ def assemble(
     overlap: bool = True,
     tests: bool = True,
     blocks: Sequence[str] = (),
-    masters: torch.dtype | None = None,
+    precision: Precision = AS_IS,
 ) -> Job:
     """Build the job of one worker from its parts: for a split plan, or for a pipeline.
 
@@ -202,7 +212,7 @@ def assemble(
             hint="make one with a group of parameters for each of them",
         )
     session = Session(
-        model, optimizers, place, seed=seed, watch=watch, blocks=blocks, masters=masters
+        model, optimizers, place, seed=seed, watch=watch, blocks=blocks, precision=precision
     )
     epochs = Epochs(session)
     engine: StepEngine

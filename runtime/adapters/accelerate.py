@@ -18,6 +18,7 @@ from ...schema.errors import TargetError
 from ...schema.options import option
 from ..log import log
 from ..nested_tensors import mapped, tensors_in
+from ..sharding.precision import precision_of
 from .losses import Known
 from .patching import ScriptReads, around, be_one_process, check_version
 from .training import (
@@ -289,16 +290,23 @@ def _make(original: Any, self: Any, *values: Any, **options: Any) -> None:
     """Let the plan share the states where the script or its configuration asks for FSDP."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
+    plugin, sharing = None, training().sharing
     if training().may_share:
         plugin, options["fsdp_plugin"] = options.get("fsdp_plugin"), None
         if os.environ.pop("ACCELERATE_USE_FSDP", "").lower() in ("1", "true") and plugin is None:
             # As the environment says, but for how models are loaded, which would need a GPU.
             os.environ |= dict.fromkeys(_LOADING, "false")
             plugin = FullyShardedDataParallelPlugin()
-        sharing = training().sharing
-        if plugin is not None and sharing is not None:
-            sharing.lists = functools.partial(_wrapped_by, plugin)
     original(self, *values, **options)
+    if plugin is not None and sharing is not None:
+        sharing.lists = functools.partial(_wrapped_by, plugin)
+        casts = self.mixed_precision != "no"
+        if casts:  # as accelerate's own state does
+            plugin.set_mixed_precision(self.mixed_precision)
+        # Beside it, accelerate keeps trained weights in 32 bits that were loaded in fewer.
+        masters = torch.float32 if casts else None
+        precision = precision_of(plugin.mixed_precision_policy, masters=masters)
+        sharing.precision = lambda _: precision
 
 
 def _wrapped_by(plugin: Any, model: Any) -> Any:

@@ -23,6 +23,7 @@ from ...schema.options import option
 from ..buffers import NormCall, normalised
 from ..group import gathered
 from ..log import log
+from ..sharding.precision import AS_IS, Precision, precision_of
 from .losses import adapt as adapt_divisors
 from .patching import around
 from .training import ShareSampler, Training, begun, training
@@ -307,7 +308,7 @@ def _run_synchronised(original: Any, self: Any, *values: Any, **options: Any) ->
 class _FullyShard:
     """What scripts call of modules that fully_shard has wrapped; the plan does the rest."""
 
-    syncs = True
+    syncs, precision = True, AS_IS
 
     def set_requires_gradient_sync(self, syncs: bool, **_: Any) -> None:
         self.syncs = syncs
@@ -322,37 +323,48 @@ class _FullyShard:
 
 def _shard(original: Any, module: Any, *values: Any, **options: Any) -> Any:
     """Share the states of the outermost module by the plan, where the script uses FSDP2."""
-    current, said = _training(), None
+    current = _training()
     if current is None:
         return original(module, *values, **options)
     if current.sharing is None:
-        said = "the plan shares no states", "solve with " + option("shard", "all")
-    elif any(vars(options.get("mp_policy", _FullyShard())).get(f"{n}_dtype") for n in _ROLES):
-        said = "under a plan it casts nothing by an mp_policy", "use torch.autocast"
-    if said is not None:
-        raise TargetError(f"the script calls fully_shard, and {said[0]}", hint=said[1])
-    assert current.sharing is not None
-    current.sharing.lists = _fully_sharded
+        raise TargetError(
+            "the script calls fully_shard, and the plan shares no states",
+            hint="solve with " + option("shard", "all"),
+        )
+    current.sharing.lists = current.sharing.casts = _fully_sharded
+    current.sharing.precision = _asked_precision
     for one in module if isinstance(module, list) else [module]:
         if not isinstance(one, _FullyShard):
-            one.__class__ = type(f"FSDP{type(one).__name__}", (_FullyShard, type(one)), {})
-            one.register_forward_pre_hook(partial(_enter_shard, current), prepend=True)
+            facts = {"precision": precision_of(options.get("mp_policy"))}
+            one.__class__ = type(f"FSDP{type(one).__name__}", (_FullyShard, type(one)), facts)
+            enter = partial(_enter_shard, current)
+            one.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             one.register_forward_hook(partial(_leave_shard, current), always_call=True)
     return module
 
 
-def _fully_sharded(model: nn.Module) -> list[nn.Module]:
+def _fully_sharded(model: nn.Module) -> list[Any]:
     return [one for one in model.modules() if isinstance(one, _FullyShard)]
 
 
-_ROLES = ("param", "reduce", "output")
+def _asked_precision(model: nn.Module) -> Precision:
+    asked: set[Precision] = {one.precision for one in _fully_sharded(model)}
+    if len(asked) > 1:
+        raise TargetError(
+            "fully_shard is called with unlike policies (mp_policy) for parts of a model, which "
+            "has one under a plan",
+            hint="give all calls the same one",
+        )
+    return asked.pop()
+
+
 _INSIDE: list[Any] = []  # the wrapped modules that run, the outermost first
 
 
-def _enter_shard(current: Training, module: Any, _: Any) -> None:
+def _enter_shard(current: Training, module: Any, args: Any, kwargs: Any) -> Any:
     _INSIDE.append(module)
     if len(_INSIDE) > 1:
-        return
+        return None
     assert current.sharing is not None
     if module not in current.models:
         current.train(module)
@@ -361,16 +373,24 @@ def _enter_shard(current: Training, module: Any, _: Any) -> None:
         current.begin_pass()
         shared.begin(syncs=module.syncs)
     current.run(module.training)
+    # In the pass that first shares the states the model's own hooks come too late.
+    casts = shared.states is not None and module.precision.casts_model
+    return module.precision.take(args, kwargs) if casts else None
 
 
-def _leave_shard(current: Training, module: Any, _: Any, output: Any) -> None:
+def _leave_shard(current: Training, module: Any, _: Any, output: Any) -> Any:
     _INSIDE.pop()
-    if not _INSIDE:
-        current.run(module.training, ends=True)
-        if current.sharing is not None:
-            current.sharing.of(module).has_run()
-        if module.training:
-            current.losses.made(output)
+    if _INSIDE:
+        return None
+    current.run(module.training, ends=True)
+    assert current.sharing is not None
+    shared = current.sharing.of(module)
+    shared.has_run()
+    if shared.states is not None:
+        output = module.precision.give(output)
+    if module.training:
+        current.losses.made(output)
+    return output
 
 
 def _run_shared(self: Any, *values: Any, **options: Any) -> Any:

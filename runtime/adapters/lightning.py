@@ -25,6 +25,7 @@ from ...schema.options import option
 from ..data import rows_of
 from ..nested_tensors import mapped, plain
 from ..promise.promise import ignores_targets
+from ..sharding.precision import precision_of
 from .ddp import cut_loader
 from .numbers import LOSS, Call, CountedPart, Numbers, ScriptStep, TriedStep, joined, slope_of
 from .patching import around, be_one_process, check_version
@@ -128,7 +129,8 @@ def _asked(strategies: Any, who: str, options: dict[str, Any]) -> dict[str, Any]
         if strategy == "auto":
             return {"find_unused_parameters": True}  # one process has no rule about them
         if strategy.startswith("fsdp") and training().may_share:
-            return {"find_unused_parameters": True}  # the plan shares the states
+            _share_as(strategies.FSDPStrategy(), options.get("precision"))
+            return {"find_unused_parameters": True}
         if strategy.startswith("ddp"):
             return {"find_unused_parameters": strategy.endswith("find_unused_parameters_true")}
     elif type(strategy) is strategies.DDPStrategy:
@@ -141,9 +143,7 @@ def _asked(strategies: Any, who: str, options: dict[str, Any]) -> dict[str, Any]
     elif type(strategy) is strategies.SingleDeviceStrategy:
         return {"find_unused_parameters": True}
     elif type(strategy) is strategies.FSDPStrategy and training().may_share:
-        policy, sharing = strategy.kwargs.get("auto_wrap_policy"), training().sharing
-        if sharing is not None:
-            sharing.lists = lambda _: policy or ()
+        _share_as(strategy, options.get("precision"))
         return {"find_unused_parameters": True}
     said = strategy if isinstance(strategy, str) else type(strategy).__name__
     raise TargetError(
@@ -151,6 +151,23 @@ def _asked(strategies: Any, who: str, options: dict[str, Any]) -> dict[str, Any]
         "DistributedDataParallel",
         hint='give it strategy="auto" or "ddp"; for "fsdp", solve with ' + option("shard", "all"),
     )
+
+
+def _share_as(strategy: Any, precision: Any) -> None:
+    """Let the plan share states in the blocks and the types that an FSDPStrategy is asked for."""
+    sharing, held = training().sharing, vars(strategy)
+    if sharing is None:
+        return
+    wraps = held.get("kwargs", held.get("_fsdp_kwargs", {})).get("auto_wrap_policy")
+    sharing.lists = lambda _: wraps or ()
+    policy, name = strategy.mixed_precision, str(precision)
+    if policy is None and "16" in name:
+        package = type(strategy).__module__.rpartition(".strategies.")[0]
+        plugins = import_module(f"{package}.plugins.precision.fsdp")
+        plugin = plugins.FSDPPrecision(name if "-" in name else f"{name}-mixed")
+        policy = plugin.mixed_precision_config
+    asked = precision_of(policy)
+    sharing.precision = lambda _: asked
 
 
 def _in_place_of(

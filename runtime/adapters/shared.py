@@ -24,10 +24,12 @@ from .. import peers
 from ..agreement.agreement import CompareSchedule
 from ..checkpoints.checkpoint import copy_to_host
 from ..group import Place
+from ..log import log
 from ..repeated_layers import agreed_blocks, listed_blocks
 from ..session import Session
-from ..setup import is_elementwise
+from ..setup import beyond_masters, is_elementwise, keeps_masters, warning_of
 from ..sharding.flats import Flat
+from ..sharding.precision import AS_IS, Precision
 from ..sharding.states import SharedStates
 from .losses import Losses
 from .sliced import Origin, SlicedParameter, plain, plainly
@@ -104,7 +106,7 @@ class SharedModel:
             states.begin()
             self.is_open, self.is_whole = True, False
         if losses.is_recording:  # a trial runs its operators again, which read the weights
-            states.make_whole()
+            states.make_whole(runs=True)
         states.enter(0)
         self.runs = True
         losses.enter()
@@ -119,7 +121,20 @@ class SharedModel:
         blocks = agreed_blocks(
             self.module, listed, sharing.planned_blocks, speaks=place.rank == 0, is_only=False
         )
-        self.states = SharedStates(session, sharing.shard, sharing.shares, blocks=blocks)
+        precision, config = sharing.precision(self.module), place.start.config
+        warning = beyond_masters(self.module, precision, config)
+        if config is not None and keeps_masters(self.module, precision, config):
+            warning = warning_of(training.optimizers, config.optimizer, masters=True) or warning
+        if warning is not None and not place.rank:
+            log.info(warning)
+        self.states = SharedStates(
+            session,
+            sharing.shard,
+            sharing.shares,
+            blocks=blocks,
+            precision=precision,
+            casts=sharing.casts(self.module),
+        )
         self.states.treat(place.activations)
         for optimizer in sharing.loaded:
             self.cut(optimizer)
@@ -132,7 +147,7 @@ class SharedModel:
             bring = partial(sharing.bring, self, index)
             gradient = Origin(*told, partial(bring, is_gradient=True))
             origin = Origin(
-                *told, bring, partial(getattr, flat, "is_whole"), gradient, self._carried
+                *told, bring, partial(getattr, flat, "is_readable"), gradient, self._carried
             )
             origin.hold(parameter)
             self._sliced.append((parameter, origin))
@@ -249,6 +264,8 @@ class SharedModels:
     Attributes:
         loaded: Optimizers that have loaded a state before it was shared.
         lists: What the script lists as blocks of a model.
+        precision: The types that it asks for of a model.
+        casts: See ``SharedStates``.
     """
 
     def __init__(
@@ -261,6 +278,8 @@ class SharedModels:
         self._training, self.shard, self.shares = training, shard, shares
         self.planned_blocks = planned_blocks
         self.lists: Callable[[nn.Module], Any] = lambda model: ()
+        self.precision: Callable[[nn.Module], Precision] = lambda model: AS_IS
+        self.casts: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: ()
         self._models: list[SharedModel] = []
         self._plain: list[Any] = []  # open contexts of updates
         self._reads: dict[int, Tensor] = {}  # by what is asked for, this worker's slice

@@ -22,6 +22,7 @@ from ..group import Place
 from ..invariant import Subtree
 from ..nested_tensors import tensors_in
 from .leaves import LeafSums, NodeOrder
+from .precision import AS_IS, Precision
 
 # The way of a vector between workers that hold other parts of it before and after.
 #
@@ -233,14 +234,6 @@ def all_workers(place: Place) -> Sharers:
     return Sharers(place, range(place.world_size))
 
 
-def kept_type(parameter: Tensor, masters: torch.dtype | None) -> torch.dtype:
-    """The type in which a worker keeps its share of a parameter, its gradient and state."""
-    dtype = parameter.dtype
-    if masters is None or not parameter.requires_grad or not dtype.is_floating_point:
-        return dtype
-    return max(dtype, masters, key=lambda each: each.itemsize)
-
-
 OF_SHAPE = {
     "shape", "ndim", "nbytes", "size", "numel", "nelement", "dim", "ndimension", "stride",
     "__len__",
@@ -341,12 +334,12 @@ class Flat:
         kept: [workers] the ranks whose parts each keeps; the own one among them.
         order: In which order virtual nodes add up; None: as the workers run them.
         counts: Whether this worker's gradients count in sums; else another computes the same.
-        masters: The type in which trained weights are kept, where it has more bits than theirs.
+        precision: The types in which they are kept, run and summed.
 
     Attributes:
         part: Where what this worker keeps of the vector begins and ends.
         is_alone: Whether what others keep is 0 in the whole vector: they are elsewhere.
-        has_masters: Whether weights are kept in another type than that in which they run.
+        casts: Whether weights run in another type than that in which they are kept.
     """
 
     def __init__(
@@ -359,7 +352,7 @@ class Flat:
         kept: Sequence[range],
         order: NodeOrder | None = None,
         counts: bool = True,
-        masters: torch.dtype | None = None,
+        precision: Precision = AS_IS,
     ) -> None:
         self._counts = counts
         self.kept, self.is_alone = kept, False
@@ -370,21 +363,26 @@ class Flat:
         ends = list(accumulate(shape.numel() for shape in self.shapes))
         self.bounds = list(pairwise([0, *ends]))
         low, high = self.part = parts_of(cuts, kept)[sharers.number]
-        own_type = kept_type(first, masters)
-        self.has_masters = own_type != first.dtype
-        self._whole = torch.empty(ends[-1], dtype=first.dtype, device=sharers.place.device)
+        own_type, running = precision.kept_type(first), precision.running_type(first)
+        self.casts, self._summed = own_type != running, precision.summed_type(first)
+        self._shows_kept = self.casts and precision.running is not None
+        whole = torch.empty(ends[-1], dtype=first.dtype, device=sharers.place.device)
         for (start, end), (_, parameter) in zip(self.bounds, members, strict=True):
-            self._whole[start:end].view(parameter.shape).copy_(parameter.detach())
-            parameter.data = self._whole[:0]  # frees the script's, so that no two copies are here
+            whole[start:end].view(parameter.shape).copy_(parameter.detach())
+            parameter.data = whole[:0]  # frees the script's, so that no two copies are here
         if sharers.are_several and not sharers.place.is_outside:
-            sent = self._whole.view(torch.uint8) if first.element_size() == 1 else self._whole
+            sent = whole.view(torch.uint8) if first.element_size() == 1 else whole
             peers.broadcast(sent, src=sharers.ranks[0], group=sharers.group)
-        own = self._whole[low:high]
-        self._shows_own = keeps_whole and not self.has_masters
-        self._own = own if self._shows_own else own.to(own_type, copy=True)
+        self._shows_own = keeps_whole and not self.casts
+        self._own = whole[low:high]
+        if not self._shows_own:
+            self._own = self._own.to(own_type, copy=True)
+        self._whole = whole if first.dtype == running else torch.empty_like(whole, dtype=running)
+        self._shown: Tensor | None = None  # the whole vector as it is kept, between passes
         self._sums: Tensor | None = None  # of this worker's own part; at the end of what it keeps
         self._before: dict[int, Tensor] = {}  # gradients of earlier steps
         self._gradient: Tensor | None = None
+        self._passes: Tensor | None = None  # the sum of a step's, where they add up in another type
         self._expects = False  # whether autograd makes the gradients, for ``_taken``
         self._gathering: list[peers.Transfer | None] | None = None
         self._reducing: list[tuple[Tensor, list[peers.Transfer | None]]] = []
@@ -469,10 +467,12 @@ class Flat:
             storage.resize_(self._whole.numel() * self._whole.element_size())
             if self.is_alone:
                 self._whole.zero_()  # what others keep does not come, and must not be garbage
-        if not self._shows_own:
+        if self._shown is not None:
+            self._whole.copy_(self._shown)
+        elif not self._shows_own:
             self._whole[slice(*self.part)].copy_(self._own)
         self._gathering = []
-        if not self.is_alone:
+        if not self.is_alone and self._shown is None:
             self._gathering = self.sharers.send_parts(self._whole, self._cuts)
 
     def wait(self) -> None:
@@ -485,12 +485,44 @@ class Flat:
             self._gathering, self.is_whole, self._is_away = None, True, False
             for number, (_, parameter) in enumerate(self.members):
                 AwayParameter.show(parameter)
-                parameter.data = self.view_of(number)
+                parameter.data = self._view(self._whole, number)
 
-    def view_of(self, number: int) -> Tensor:
-        """A member as a view of the whole vector."""
+    def _view(self, whole: Tensor, number: int) -> Tensor:
+        """A member as a view of a whole vector."""
         start, end = self.bounds[number]
-        return self._whole[start:end].view(self.shapes[number])
+        return whole[start:end].view(self.shapes[number])
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the parameters are whole."""
+        return self.is_whole or self._shown is not None
+
+    def show(self) -> None:
+        """Make the parameters whole as the script knows them, until they are freed.
+
+        Where a policy casts them they are so between passes; each pass casts them anew, since a
+        script may write to them.
+        """
+        if not self._shows_kept:
+            self.wait()
+            return
+        if self._gathering is not None:
+            self.wait()
+        if self._shown is None:
+            self._shown = self._gathered(self._own)
+        for number, (_, parameter) in enumerate(self.members):
+            AwayParameter.show(parameter)
+            parameter.data = self._view(self._shown, number)
+        self.is_whole = self._is_away = False
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        """A whole vector, of which each worker has its part."""
+        whole = own.new_zeros(self.bounds[-1][1])
+        whole[slice(*self.part)] = own
+        for work in () if self.is_alone else self.sharers.send_parts(whole, self._cuts):
+            if work is not None:
+                work.wait()
+        return whole
 
     def free(self, *, shows: bool = True) -> None:
         """Make the parameters this worker's slices; what is gathered is given back.
@@ -500,6 +532,7 @@ class Flat:
         """
         if self._gathering is not None:
             self.wait()
+        self._shown = None
         for number, (_, parameter) in enumerate(self.members):
             AwayParameter.show(parameter)
             parameter.data = self.own_of(self._own, number) if shows else self._whole[:0]
@@ -518,28 +551,31 @@ class Flat:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Have whole parameters in the body; they go after it, unless they were whole before."""
-        was_whole = self.is_whole
-        self.wait()
+        """Have ``whole_kept`` find whole weights; they go after it, unless they were there."""
+        is_there = self.is_whole or self.casts  # else members come one by one
+        if not is_there:
+            self.wait()
         yield
-        if not was_whole:
+        if not is_there:
             self.free()
 
     def keep_own(self) -> None:
         """Keep this worker's part of whole weights that may have been changed."""
+        if self._shown is not None:
+            self._own.copy_(self._shown[slice(*self.part)])
+            return
         if not self.is_whole or self._shows_own:
             return
         seen = self._whole[slice(*self.part)]
-        if self.has_masters:  # of what was not changed the lower bits stay
+        if self.casts:  # of what was not changed the lower bits stay
             seen = torch.where(seen == self._own.to(seen), self._own, seen.to(self._own))
         self._own.copy_(seen)
 
     def whole_kept(self, number: int) -> Tensor:
         """A member's whole value in the type in which it is kept; call it on all workers."""
-        if self.has_masters:
+        if self._shown is None and self.casts:
             return self.whole_of(number, self.own_of(self._own, number))
-        self.wait()
-        return self.view_of(number)
+        return self._view(self._whole if self._shown is None else self._shown, number)
 
     def whole_of(self, number: int, own: Tensor) -> Tensor:
         """A tensor of a member's shape, such as its moment, from the slices of all workers."""
@@ -627,6 +663,9 @@ class Flat:
             self._expects, gradient = False, self._joined()
         if gradient is None:
             return None
+        gradient = gradient.to(self._summed)
+        if self._passes is not None:
+            gradient, self._passes = self._passes.add_(gradient), None
         if not self._counts:
             gradient.zero_()
         elif factor is not None:
@@ -637,7 +676,7 @@ class Flat:
 
     def _joined(self) -> Tensor:
         """The gradients that autograd has made, end to end; 0 where it has made none."""
-        whole = torch.empty_like(self._whole)
+        whole = torch.empty_like(self._whole, dtype=self._summed)
         rooms, came = [], []  # copied by one kernel for all, at the end
         for (start, end), (_, parameter) in zip(self.bounds, self.members, strict=True):
             room, grad = whole[start:end], parameter.grad
@@ -649,6 +688,12 @@ class Flat:
         if came:
             torch._foreach_copy_(rooms, came)
         return whole
+
+    def keep_pass(self) -> None:
+        """Add a pass's gradients to those of the step's others, in the type of sums."""
+        gradient = self._taken(None) if self._summed != self._whole.dtype else None
+        if gradient is not None:
+            self._passes = gradient
 
     def keep(self, node: int, factor: Tensor | None) -> None:
         """Add a virtual node's gradients to those of this worker's others."""
@@ -722,14 +767,8 @@ class Flat:
 
     def whole_sums(self) -> Tensor:
         """The whole vector of the gradients, on all workers; some member has one."""
-        whole = torch.empty_like(self._whole, dtype=self._own.dtype)
         gradients = {n: p.grad for n, (_, p) in enumerate(self.members) if p.grad is not None}
-        own = self._owned(self.laid_out(gradients))
-        self._parts(whole)[self.sharers.number].copy_(own)
-        for work in self.sharers.send_parts(whole, self._cuts):
-            if work is not None:
-                work.wait()
-        return whole
+        return self._gathered(self.laid_out(gradients))
 
     def give_gradients(self) -> None:
         """Let each parameter's gradient be this worker's slice of the sum."""
@@ -755,7 +794,7 @@ class Flat:
             self._own = whole[slice(*self.part)].copy_(self._own)
         self._whole, self._gathering, self._gradient, self._sums = whole, None, None, None
         self._reducing, self._coming, self._leaves, self._own_leaves = [], [], None, None
-        self._expects = False
+        self._passes, self._expects = None, False
         self.free()
         for number, (_, parameter) in enumerate(self.members):
             parameter.grad = self._before.get(number)

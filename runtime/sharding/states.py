@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from secrets import randbits
@@ -18,6 +19,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -34,8 +36,9 @@ from ..repeated_layers import layers_of, repeated_layers
 from ..session import Session
 from ..setup import check_same_shapes
 from ..virtual_nodes import share_out
-from .flats import Flat, all_workers, cuts_of, kept_type
+from .flats import Flat, all_workers, cuts_of
 from .leaves import NodeOrder
+from .precision import AS_IS, Precision
 from .units import Unit, Units, check_elementwise, outside_of_layer
 
 _SUM = torch.distributed.ReduceOp.SUM
@@ -83,7 +86,8 @@ class SharedStates(Units):
         order: In which order virtual nodes add up; None: as the workers run them.
         kept: [workers] the ranks whose shares each keeps; None: its own.
         blocks: Names of the units; empty for the repeated layers.
-        masters: See ``Flat``.
+        precision: See ``Flat``.
+        casts: Modules whose inputs and outputs it casts beside the model's; empty for the units.
 
     Attributes:
         run: Runs an exchange between two steps, which may be repeated where a worker is lost.
@@ -99,7 +103,8 @@ class SharedStates(Units):
         order: NodeOrder | None = None,
         kept: Sequence[range] | None = None,
         blocks: Sequence[str] = (),
-        masters: torch.dtype | None = None,
+        precision: Precision = AS_IS,
+        casts: Sequence[nn.Module] = (),
     ) -> None:
         self.run: Callable[[Callable[[], Tensor]], Tensor] = lambda exchange: exchange()
         self.is_behind: Callable[[], bool] = lambda: False
@@ -111,11 +116,11 @@ class SharedStates(Units):
         if session.place.distributed and not session.place.is_outside:
             check_same_shapes(dict(session.parameters), session.place)
         self.shapes = {
-            name: p.detach().to("meta", kept_type(p, masters))
+            name: p.detach().to("meta", precision.kept_type(p))
             for name, p in session.parameters.items()
         }
         self._laid: list[Flat] = []
-        rest, layers, self._modules = self._cut(shares, shard, order, blocks, masters)
+        rest, layers, self._modules = self._cut(shares, shard, order, blocks, precision)
         super().__init__(
             rest,
             layers,
@@ -130,9 +135,11 @@ class SharedStates(Units):
         self._flat_of = {index: flat for flat in self._flats for index, _ in flat.members}
         self._is_tried = False  # whether a loss function was
         self.watch(self._modules)
-        self._hooks.append(
-            session.model.register_forward_hook(lambda *given: self._model_ran(given[-1]))
-        )
+        self._hooks += [
+            session.model.register_forward_pre_hook(lambda *_: self._model_runs()),
+            session.model.register_forward_hook(lambda *given: self._model_ran(given[-1])),
+            *precision.cast_around(session.model, casts or [*self._modules.values()]),
+        ]
         self._own_hooks = Hooks()
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
@@ -157,19 +164,27 @@ class SharedStates(Units):
         shard: Shard,
         order: NodeOrder | None,
         blocks: Sequence[str],
-        masters: torch.dtype | None,
+        precision: Precision,
     ) -> tuple[Unit, dict[str, Unit], dict[str, nn.Module]]:
         """Find the units, and lay their parameters out."""
         session = self._session
         place, model = session.place, session.model
         homes, modules = layers_of(model, blocks), repeated_layers(model, blocks)
-        members: dict[tuple[str, torch.dtype, bool], list[int]] = {}
+        members: dict[tuple[str, torch.dtype, bool, bool], list[int]] = {}
+        # Batch norm has statistics in more bits, and torch's kernels take weights in no fewer.
+        norms = {
+            id(parameter)
+            for module in (model.modules() if precision.running is not None else ())
+            if isinstance(module, _BatchNorm)
+            for parameter in module.parameters()
+        }
         for index, parameter in enumerate(self._parameters):
-            name = homes.get(id(parameter), "")
-            members.setdefault((name, parameter.dtype, parameter.requires_grad), []).append(index)
+            name, is_norm = homes.get(id(parameter), ""), id(parameter) in norms
+            kind = (name, parameter.dtype, parameter.requires_grad, is_norm)
+            members.setdefault(kind, []).append(index)
         flats: dict[str, list[Flat]] = {"": []}
         before = 0
-        for (name, _, _), indices in members.items():
+        for (name, *_, is_norm), indices in members.items():
             own = [(index, self._parameters[index]) for index in indices]
             for _, parameter in own:
                 fill(parameter, place.device, computes=place.rank == 0)
@@ -181,7 +196,7 @@ class SharedStates(Units):
                 keeps_whole=shard != "all",
                 kept=self._kept,
                 order=order,
-                masters=masters,
+                precision=replace(precision, running=None) if is_norm else precision,
             )
             flats.setdefault(name, []).append(made)
             self._laid.append(made)
@@ -334,6 +349,9 @@ class SharedStates(Units):
             self._reduce(self._rest)
         elif self._sums_order is not None:
             self._keep(node=self._node)
+        else:
+            for flat in self._flats:
+                flat.keep_pass()
         if self.in_rounds and not self._knows_order:
             self._learn_order()
         self._trains = False
@@ -418,7 +436,7 @@ class SharedStates(Units):
     def _end_pass(self) -> None:
         for name in self._now:
             self._units[name].goes_back = False
-        self._stays_whole = False
+        self._stays_whole = self._shows = False
         if self.shares_weights:
             for unit in self._all:
                 unit.free(shows=False)
@@ -576,7 +594,7 @@ class SharedStates(Units):
         for parameter, _ in hidden:
             parameter.grad = None
         if not self.shares_weights:
-            self.make_whole()
+            self.make_whole(runs=True)
         for unit in self._all if not self._stays_whole else ():
             unit.free(shows=False)
         try:

@@ -96,6 +96,11 @@ class Unit:
         for flat in self.flats:
             flat.wait()
 
+    def show(self) -> None:
+        """Have whole weights as the script knows them."""
+        for flat in self.flats:
+            flat.show()
+
     def free(self, *, shows: bool = True) -> None:
         """Keep this worker's slices only."""
         for flat in self.flats:
@@ -172,6 +177,7 @@ class Units:
         self._has_idled = False  # whether a unit went back that no gradient had reached
         self._reduced: Unit | None = None
         self._is_open = self._trains = self._stays_whole = self._discards = False
+        self._shows = False  # whether weights are whole as the script knows them but in a pass
         self._reruns = False  # whether all units run again, forward, in a backward pass
         self._is_late = False  # whether gradients of earlier steps are still the script's
         self._turning = ""  # the unit that the next pass begins with, too
@@ -314,6 +320,8 @@ class Units:
             return
         if self._goes(name):
             unit.free(shows=False)
+        elif self._shows:
+            unit.show()
         if self._reruns:
             return
         turn = self._turn()
@@ -356,11 +364,19 @@ class Units:
             self._check_alike(number)
             self._num_expected = number
 
+    @_disable_dynamo
+    def _model_runs(self) -> None:
+        """Have what is in no layer as it runs, in a call of the model between passes."""
+        if self._shows:
+            self._rest.wait()
+
     def _model_ran(self, output: Any) -> None:
         """End a call of the model before its loss: a script may let workers meet in that."""
         self._end_round(_PAUSED)
         if self.shares_weights and self._trains:
             when_loss_is_back(output, self._gather_last)
+        for unit in self._all if self._shows else ():
+            unit.show()
 
     def _gather_last(self) -> None:
         """Gather what goes back first, while what came after all layers goes back."""
@@ -450,23 +466,25 @@ class Units:
     def in_turn(self) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's whole value, a unit at a time. Call it on all workers."""
         for unit in self._all:
-            was = [flat.is_whole for flat in unit.flats]
-            unit.wait()
             for flat in unit.flats:
-                for number, (index, _) in enumerate(flat.members):
-                    yield self._names[index], flat.whole_kept(number)
-            if not all(was):
-                unit.free()
+                with flat.whole():
+                    for number, (index, _) in enumerate(flat.members):
+                        yield self._names[index], flat.whole_kept(number)
 
-    def make_whole(self) -> None:
-        """Bring all units to every worker, until the next pass ends."""
+    def make_whole(self, *, runs: bool = False) -> None:
+        """Bring all units to every worker, until the next pass ends.
+
+        Args:
+            runs: Whether weights are as they run, for passes; else as the script knows them.
+        """
+        self._shows = not runs
         for unit in self._all:
-            unit.wait()
+            (unit.wait if runs else unit.show)()
         self._is_open = self._stays_whole = True
 
     def free(self) -> None:
         """Let parameters be slices again, after ``make_whole``."""
-        self._stays_whole = False
+        self._stays_whole = self._shows = False
         for unit in self._all:
             unit.free()
 

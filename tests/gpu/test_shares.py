@@ -177,11 +177,19 @@ WIDTH = 128
 def test_no_device_takes_more_than_a_plan_of_masters_says(
     software: GpuHost, tmp_path: Path
 ) -> None:
-    """Float32 masters of bfloat16 weights, by memory: a third of them where there is less."""
+    """Float32 masters of bfloat16 weights, by memory: a third of them where there is less.
+
+    So is a float32 model that a policy of FSDP2 runs in bfloat16, planned by the same profile.
+    """
     host = software("V100:64MiB,A100:64MiB", FAKECUDA_THREADS="1")
     (tmp_path / "target.py").write_text(TARGET + SIXTEEN_BITS)
-    prepared = "hf.prepare(model, optimizer, masters=torch.float32)"
-    (tmp_path / "train.py").write_text(TRAIN.replace("hf.prepare(model, optimizer)", prepared))
+    masters = "hf.prepare(model, optimizer, masters=torch.float32)"
+    (tmp_path / "train.py").write_text(TRAIN.replace("hf.prepare(model, optimizer)", masters))
+    policy = "hf.prepare(model, optimizer, mp_policy=MixedPrecisionPolicy(torch.bfloat16))"
+    script = TRAIN.replace("hf.prepare(model, optimizer)", policy)
+    script = script.replace("model_of()", "model_of().float()")
+    imported = "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
+    (tmp_path / "cast.py").write_text(imported + script)
     pool = "1x" + ",1x".join(host.types)
     asked = ["--quick", "--batch-sizes", "2,8", "--optimizer", "adamw", "--sync-devices", "0"]
     asked += [f"--device={name}" for name in host.types]
@@ -192,9 +200,12 @@ def test_no_device_takes_more_than_a_plan_of_masters_says(
     for shard in ("all", "gradients", "optimizer"):
         host.done(*solve, "--shard", shard, "--force")
         host.done("check", "plan.json", "--profiles", "profiles", "--gpus", pool)
-        said = host.run("launch", "plan.json", "train.py")
-        assert (said.returncode, "masters" in said.stderr) == (0, False), said.stderr
-        assert sum(states_within_plan(tmp_path)) == 2 * 2 * profile.weight_bytes
+        for script in ("train.py", "cast.py") if shard == "all" else ("train.py",):
+            said = host.run("launch", "plan.json", script)
+            assert (said.returncode, "masters" in said.stderr) == (0, False), said.stderr
+            assert sum(states_within_plan(tmp_path)) == 2 * 2 * profile.weight_bytes
+    host.done(*solve[:-3], "-o", "plan.json", "--shard", "all", "--force")
+    assert "keeps masters" in host.run("launch", "plan.json", "cast.py").stderr
 
 
 EVEN = """

@@ -15,6 +15,8 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hetflow.runtime.group import Place
 from hetflow.runtime.peers import SharedStore
@@ -23,6 +25,7 @@ from hetflow.runtime.repeated_layers import listed_blocks
 from hetflow.runtime.sharding import states as sharding
 from hetflow.runtime.sharding.flats import Flat
 from hetflow.runtime.sharding.leaves import LeafSums, NodeOrder
+from hetflow.runtime.sharding.precision import AS_IS, Precision, precision_of
 from hetflow.runtime.sharding.states import SharedStates
 from hetflow.schema.layers import unit_of
 from hetflow.schema.options import Activations, Shard
@@ -178,6 +181,7 @@ def states_of(
     shares: list[int],
     name: str,
     blocks: Any = (),
+    precision: Precision = AS_IS,
 ) -> SharedStates:
     """A model's states, shared by all workers."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -187,7 +191,7 @@ def states_of(
         parameters=dict(model.named_parameters()), optimizers=(optimizer,), place=place,
         model=model, device=place.device,
     )  # fmt: skip
-    return SharedStates(session, shard, shares, blocks=blocks)
+    return SharedStates(session, shard, shares, blocks=blocks, precision=precision)
 
 
 def train(kind: str, shard: Shard, shares: list[int]) -> None:
@@ -265,15 +269,27 @@ def train(kind: str, shard: Shard, shares: list[int]) -> None:
 
 
 def train_masters(kind: str, shard: Shard, shares: list[int]) -> None:
-    """Train a bfloat16 model by float32 masters, and by hand; no bit may differ."""
+    """Train a bfloat16 model by float32 masters, and by hand; no bit may differ.
+
+    With a policy a float64 model runs in float32, and so may a part of it.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(3)
-    made, data, loss = KINDS[kind.removeprefix("masters of ")]()
-    model = made.bfloat16()
-    whole = deepcopy(model)
-    masters = [nn.Parameter(p.detach().float()) for p in whole.parameters()]
-    name = f"{kind}{shard}{shares}"
-    store = SharedStore(dist.distributed_c10d._get_default_store()).under(name)
+    way, _, name = kind.partition(" of ")
+    made, data, loss = KINDS[name]()
+    casts = way == "policy"
+    kept, runs = (torch.float64, torch.float32) if casts else (torch.float32, torch.bfloat16)
+    given = torch.float64 if name == "towers" else None
+    policy = MixedPrecisionPolicy(runs, torch.float64, given)
+    precision = precision_of(policy) if casts else Precision(masters=kept)
+    model = made if casts else made.to(runs)
+    masters = [nn.Parameter(p.detach().to(kept)) for p in model.parameters()]
+    whole = deepcopy(model).to(runs)
+    if casts and given is not None:
+        whole.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(runs),))
+        whole.register_forward_hook(lambda *called: called[-1].to(given))
+    store = SharedStore(dist.distributed_c10d._get_default_store())
+    store = store.under(f"{kind}{shard}{shares}")
     place = Place(Start(), None, torch.device("cpu"), rank=rank, world_size=world, store=store)
     optimizer, own = (torch.optim.AdamW(each, lr=0.01) for each in (model.parameters(), masters))
     session: Any = SimpleNamespace(
@@ -281,19 +297,19 @@ def train_masters(kind: str, shard: Shard, shares: list[int]) -> None:
         model=model, device=place.device,
     )  # fmt: skip
     holdings = [[rank * ROUNDS + turn for turn in range(ROUNDS)] for rank in range(world)]
-    states = SharedStates(session, shard, shares, NodeOrder(holdings), masters=torch.float32)
+    states = SharedStates(session, shard, shares, NodeOrder(holdings), precision=precision)
     generator = torch.Generator().manual_seed(5)
     for _ in range(STEPS):
-        batches = [
-            data(SAMPLES[node // ROUNDS], generator).bfloat16() for node in range(ROUNDS * world)
-        ]
+        batches = [data(SAMPLES[node // ROUNDS], generator) for node in range(ROUNDS * world)]
+        if not casts:
+            batches = [batch.to(runs) for batch in batches]
         sums = [LeafSums(len(batches)) for _ in masters]
         for node, batch in enumerate(batches):
             whole.zero_grad()
             (loss(whole, batch) / 6).backward()
             for into, parameter in zip(sums, whole.parameters(), strict=True):
                 assert parameter.grad is not None
-                into.add_leaf(node, parameter.grad.float())
+                into.add_leaf(node, parameter.grad.to(kept))
         for master, found in zip(masters, sums, strict=True):
             master.grad = found.root()
         optimizer.zero_grad()
@@ -309,23 +325,75 @@ def train_masters(kind: str, shard: Shard, shares: list[int]) -> None:
         with torch.no_grad():
             for parameter, master in zip(whole.parameters(), masters, strict=True):
                 parameter.copy_(master)
+    inputs = data(2, generator)
+    inputs = inputs if casts else inputs.to(runs)
     with torch.no_grad(), states.open():  # a script that writes nothing changes no master
-        model(data(2, generator).bfloat16())
+        evaluated = loss(model, inputs)
+    assert torch.equal(evaluated, loss(whole, inputs))
     states.make_whole()
     states.keep_own()
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in model.parameters()} == {kept}
     assert all(
-        value.dtype == torch.float32
+        value.dtype == kept
         for state in optimizer.state.values()
         for value in state.values()
+        if value.dim()
     )
     saved = {name: value.clone() for name, value in states.in_turn()}
     for (name, _), master in zip(whole.named_parameters(), masters, strict=True):
         assert torch.equal(saved[name], master), name
     states.make_whole()
+    with torch.no_grad():  # whole weights are as the script has made them, but in a pass
+        assert torch.equal(loss(model, inputs), evaluated)
+    ends = masters if casts else list(whole.parameters())
+    for parameter, end in zip(model.parameters(), ends, strict=True):
+        assert parameter.dtype == end.dtype
+        assert torch.equal(parameter, end)
+    with torch.no_grad():
+        next(model.parameters()).add_(1e-12)
+    seen = next(model.parameters()).clone()
+    states.keep_own()
+    states.make_whole()
+    assert torch.equal(next(model.parameters()), seen)
+    states.close()
+
+
+def train_beside_fsdp2(shard: Shard, shares: list[int]) -> None:
+    """Train a float64 model that runs in float32, with torch's own ``fully_shard`` beside it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    policy = MixedPrecisionPolicy(torch.float32, torch.float64)
+    torch.manual_seed(3)
+    model, data, loss = towers()
+    whole = deepcopy(model)
+    for part in (whole.left, whole.right, whole.top, whole):
+        fully_shard(part, mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
+        part.set_gradient_divide_factor(1.0)  # rounded as here: a sum
+    optimizer, own = (torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (model, whole))
+    blocks, precision = listed_blocks(model, _Tower), precision_of(policy)
+    states = states_of(model, optimizer, shard, shares, "fsdp2", blocks, precision)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        batches = [data(SAMPLES[n % world], generator) for n in range(ROUNDS * world)][rank::world]
+        states.begin(num_passes=ROUNDS)
+        for number, batch in enumerate(batches):
+            whole.set_requires_gradient_sync(number == ROUNDS - 1)
+            (loss(whole, batch) / 6).backward()
+            states.enter(0)
+            (loss(model, batch) / 6).backward()
+            states.leave()
+        states.launch_rest()
+        states.wait()
+        for each in (optimizer, own):
+            each.step()
+            each.zero_grad()
+    with torch.no_grad(), states.open():
+        batch = data(2, generator)
+        assert abs(float(loss(model, batch) - loss(whole, batch))) < NEAR
+    states.make_whole()
+    whole.reshard()
     for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
-        assert parameter.dtype == torch.bfloat16
-        assert torch.equal(parameter, other)
+        assert parameter.dtype == torch.float64
+        assert (parameter - other.full_tensor()).abs().max() < 1e-12
     states.close()
 
 
@@ -356,7 +424,10 @@ def main() -> None:
         return
     for kind, shard, shares in product(kinds, get_args(Shard), SHARES):
         try:
-            (train_masters if kind.startswith("masters of ") else train)(kind, shard, shares)
+            if kind == "fsdp2":
+                train_beside_fsdp2(shard, shares)
+            else:
+                (train_masters if " of " in kind else train)(kind, shard, shares)
             sys.stderr.write(f"{kind}, {shard}, {shares}: as one process\n")
         except BaseException:
             sys.stderr.write(f"{kind}, {shard}, {shares}\n")

@@ -1,13 +1,15 @@
 """Train a small model with tied weights by hf.prepare, and save it. A script for launches.
 
-Usage: sharded_run.py EPOCHS FILE [masters|norms|parts...]. In float64, or in bfloat16 with float32
-masters; with ``norms`` a model with BatchNorm; with ``parts`` odd epochs loop over parts.
+Usage: sharded_run.py EPOCHS FILE [masters|policy|norms|parts...]. In float64, or in bfloat16 with
+float32 masters, or in float64 that a policy runs in float32; with ``norms`` a model with BatchNorm;
+with ``parts`` odd epochs loop over parts.
 """
 
 import sys
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -86,7 +88,8 @@ def main() -> None:
     made = NormModel() if "norms" in sys.argv else Model()
     model = made.to(torch.bfloat16 if masters else torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    job = hf.prepare(model, optimizer, masters=masters)
+    policy = MixedPrecisionPolicy(torch.float32) if "policy" in sys.argv else None
+    job = hf.prepare(model, optimizer, masters=masters, mp_policy=policy)
     ids, targets = data_of()
     data = TensorDataset(ids, targets)
     for epoch in range(int(sys.argv[1])):

@@ -280,6 +280,20 @@ def test_a_script_for_torchrun_trains_as_one_process(tmp_path: Path, plan_of: Pl
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_policies_of_fsdp_run_and_keep_weights_in_other_types(
+    tmp_path: Path, plan_of: Plans
+) -> None:
+    """Against masters by hand in one process, by each library that knows such policies."""
+    kinds = ("accelerate", "lightning", "fsdp2", "short", "unlike")
+    alone(tmp_path, SCRIPTS / "cast.py", "one", "hand", *kinds)
+    plan = shared(plan_of([(1, 18), (1, 6)]), "all", (3, 7))
+    code, stderr = launch(tmp_path, plan, SCRIPTS / "cast.py", "many", *kinds)
+    assert code == 0, stderr
+    assert_equal(tmp_path, parameters=1e-6, others=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 def test_wrapped_models_whose_states_are_shared_train_as_one_process(
     tmp_path: Path, plan_of: Plans
 ) -> None:

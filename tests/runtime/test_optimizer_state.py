@@ -1,10 +1,14 @@
 """The script's optimizer beside what its plan counted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn, optim
 
-from hetflow.runtime.setup import state_ratio, warning_of
+from hetflow.runtime.setup import beyond_masters, keeps_masters, state_ratio, warning_of
+from hetflow.runtime.sharding.precision import Precision
+from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.schema.optimizer import OptimizerState, named_optimizer
 
 
@@ -49,7 +53,7 @@ def test_more_than_the_plan_counted_is_said():
     assert warning_of([adam], None) is None
     said = warning_of([adam], measured, masters=True)
     assert said is not None
-    assert "asked for masters" in said
+    assert "keeps masters" in said
     assert warning_of([adam], measured.with_masters(), masters=True) is None
     assert warning_of([], named_optimizer("sgd")) is None
 
@@ -61,3 +65,30 @@ def test_several_optimizers_are_weighed_by_their_bytes():
     assert state_ratio([*both, optim.LBFGS([body])]) is None
     said = warning_of(both, named_optimizer("sgd"))
     assert said.startswith("warning: SGD and Adam keep 0.5 bytes")
+
+
+def test_what_a_policy_keeps_beyond_its_plan_is_said():
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 512, bias=False))
+    model[1].requires_grad_(False)
+    precision = Precision(running=torch.bfloat16, summed=torch.float32)
+    adam = named_optimizer("adam")
+
+    def planned(weight_bytes: int, **options):
+        nodes = (VirtualNode(index=0, batch_size=2),)
+        slot = WorkerSlot(
+            rank=0, device_type="cpu", virtual_nodes=nodes, state_share_bytes=weight_bytes
+        )
+        return LaunchConfig(model="m", global_batch_size=2, workers=(slot,), **options)
+
+    bfloat16, float32 = (
+        planned(bits << 16, shard="all", optimizer=adam) for bits in (3 * 16, 6 * 16)
+    )
+    assert keeps_masters(model, precision, bfloat16)
+    assert not keeps_masters(model, precision, float32)  # it counts more than such a run takes
+    assert keeps_masters(model, precision, replace(float32, shard="gradients"))
+    assert not keeps_masters(model, precision, None)
+    assert beyond_masters(model, precision, bfloat16) is None
+    counted = replace(bfloat16, optimizer=adam.with_masters())
+    assert "up to 1 MiB" in beyond_masters(model, precision, counted)  # frozen weights
+    assert "up to 3 MiB" in beyond_masters(model, precision, replace(counted, shard="optimizer"))
+    assert beyond_masters(model[0], precision, counted) is None

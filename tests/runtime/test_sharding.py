@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import hetflow
 from hetflow import runtime as hf
@@ -21,6 +23,7 @@ from hetflow.runtime.launcher.mapping import same_nodes
 from hetflow.runtime.promise.recording import Recording
 from hetflow.runtime.protocol.lower import lower
 from hetflow.runtime.sharding.flats import ALIGNMENT, AwayParameter, cuts_of, sources
+from hetflow.runtime.sharding.precision import Precision
 from hetflow.runtime.sharding.states import SharedStates, order_of_turns
 from hetflow.schema import files
 from hetflow.schema.errors import PeerLostError, ProblemError, TargetError
@@ -60,7 +63,7 @@ def train(folder: Path, *kinds: str, code: int = 0) -> list[str]:
 
 @pytest.mark.processes
 def test_workers_that_share_train_as_one_process(tmp_path: Path) -> None:
-    train(tmp_path, "lora", "towers", "masters of towers", "chosen")
+    train(tmp_path, "lora", "towers", "masters of towers", "policy of towers", "chosen")
 
 
 @pytest.mark.slow
@@ -77,7 +80,7 @@ def test_layers_that_run_again_on_some_workers_end_all(tmp_path: Path, again: in
 @pytest.mark.slow
 @pytest.mark.processes
 def test_all_kinds_of_models_train_as_one_process(tmp_path: Path) -> None:
-    train(tmp_path, "compiled", "gpt", "llama", "vit", "resnet")
+    train(tmp_path, "compiled", "gpt", "policy of gpt", "fsdp2", "llama", "vit", "resnet")
 
 
 def by_hand(epochs: int) -> tuple[float, dict[str, torch.Tensor]]:
@@ -131,6 +134,30 @@ def test_virtual_nodes_keep_their_own_statistics_whatever_is_shared(
         assert torch.allclose(found["model"][name], value, rtol=1e-9, atol=1e-10), name
 
 
+def launch(
+    folder: Path,
+    plan_of: Callable[..., Plan],
+    types: Sequence[str],
+    shard: Shard | None,
+    shares: Sequence[int],
+    epochs: int,
+    *options: Any,
+    devices: Sequence[tuple[int, int]] = DEVICES,
+) -> str:
+    """The digest of a launch at ``elastic``."""
+    name = f"{shard}-{epochs}-{sum(shares)}"
+    files.write(folder / f"{name}.json", shared(plan_of(devices), shard, shares))
+    command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", folder / name]
+    command += ["--determinism", "elastic", *options]
+    command += [folder / f"{name}.json", HERE / "sharded_run.py"]
+    command += [str(epochs), folder / f"{name}.pt", "parts", *types]
+    done = programs.run(command, timeout=240)
+    assert done.returncode == 0, done.stderr
+    record = files.read(folder / name / "run.json", RunRecord)
+    assert record.parameters_digest is not None
+    return record.parameters_digest
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("masters", [(), ("masters",)])
@@ -141,39 +168,41 @@ def test_checkpoints_move_between_shardings_bit_by_bit(
 
     Masters need workers that share states: there the plan that is not stopped shares the optimizer.
     """
-
-    def launch(
-        shard: Shard | None,
-        shares: Sequence[int],
-        epochs: int,
-        *options: Any,
-        devices: Sequence[tuple[int, int]] = DEVICES,
-    ) -> str:
-        name = f"{shard}-{epochs}-{sum(shares)}"
-        files.write(tmp_path / f"{name}.json", shared(plan_of(devices), shard, shares))
-        command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / name]
-        command += ["--determinism", "elastic", *options]
-        command += [tmp_path / f"{name}.json", HERE / "sharded_run.py"]
-        command += [str(epochs), tmp_path / f"{name}.pt", "parts", *masters]
-        done = programs.run(command, timeout=240)
-        assert done.returncode == 0, done.stderr
-        record = files.read(tmp_path / name / "run.json", RunRecord)
-        assert record.parameters_digest is not None
-        return record.parameters_digest
-
+    run = partial(launch, tmp_path, plan_of, masters)
     none: tuple[Shard | None, Sequence[int]] = ("optimizer", (1, 1)) if masters else (None, ())
-    whole = launch(*none, 4)
+    whole = run(*none, 4)
     kept = ("--checkpoint", tmp_path / "kept")
-    launch("all", (1000, 3000), 1, *kept)
-    launch("gradients", (3, 1, 0, 2), 2, *kept, devices=[(1, 3), (1, 3), (1, 1), (1, 1)])
-    launch(*none, 3, *kept)
-    assert launch("optimizer", (1, 0), 4, *kept) == whole
+    run("all", (1000, 3000), 1, *kept)
+    run("gradients", (3, 1, 0, 2), 2, *kept, devices=[(1, 3), (1, 3), (1, 1), (1, 1)])
+    run(*none, 3, *kept)
+    assert run("optimizer", (1, 0), 4, *kept) == whole
     if not masters:
         return
     model = sharded_run.Model().bfloat16()
     hf.load_weights(model, tmp_path / "kept")
     for name, value in torch.load(tmp_path / "optimizer-4-1.pt")["model"].items():
         assert torch.equal(model.state_dict()[name], value)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_weights_that_run_in_other_types_have_one_digest(
+    tmp_path: Path, plan_of: Callable[..., Plan]
+) -> None:
+    """By a policy of FSDP2, whatever is shared; a worker alone trains so too, to rounding."""
+    run = partial(launch, tmp_path, plan_of, ["policy"])
+    kept = ("--checkpoint", tmp_path / "kept")
+    run("all", (1000, 3000), 1, *kept)
+    devices = [(1, 3), (1, 3), (1, 1), (1, 1)]
+    assert run("gradients", (3, 1, 0, 2), 2, *kept, devices=devices) == run("optimizer", (1, 0), 2)
+    command = [sys.executable, HERE / "sharded_run.py", "2", tmp_path / "alone.pt", "policy"]
+    done = programs.run(command, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = [torch.load(tmp_path / f"{name}.pt") for name in ("alone", "gradients-2-6")]
+    for one, other in zip(*(each["model"].values() for each in found), strict=True):
+        assert one.dtype == torch.float64
+        assert torch.allclose(one, other, rtol=0, atol=1e-5)
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], abs=1e-5)
 
 
 @pytest.mark.slow
@@ -254,6 +283,31 @@ def test_a_worker_alone_reads_whole_weights_in_a_late_step(name: str) -> None:
         for masters in (torch.float64, None)
     )
     torch.testing.assert_close(kept, whole, rtol=0, atol=1e-10)
+
+
+def test_types_that_nobody_keeps_are_refused(
+    tmp_path: Path, plan_of: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+
+    def refused(said: str, **asked: Any) -> None:
+        with pytest.raises(TargetError, match=said):
+            hf.prepare(model, torch.optim.SGD(model.parameters()), **asked)
+
+    policy = MixedPrecisionPolicy(torch.bfloat16)
+    refused("masters and mp_policy both say", masters=torch.float32, mp_policy=policy)
+    refused("mp_policy is no policy of FSDP, but torch.bfloat16", mp_policy=torch.bfloat16)
+    refused(
+        "must be a floating-point type, got torch.int8",
+        mp_policy=replace(policy, param_dtype=torch.int8),
+    )
+    refused("masters must be a floating-point type, got 32", masters=32)
+    files.write(tmp_path / "plan.json", plan_of(DEVICES))
+    started = {"HETFLOW_PLAN": tmp_path / "plan.json", "RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}
+    for name, value in {**started, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    refused("as an mp_policy says are kept by workers of a split that share", mp_policy=policy)
+    refused("masters are kept by workers of a split that share states", masters=torch.float32)
 
 
 @given(
@@ -344,7 +398,9 @@ def session_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 def test_a_state_that_an_optimizer_made_at_once_is_cut() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-    states = SharedStates(session_of(model, optimizer), "all", [1], masters=torch.float32)
+    states = SharedStates(
+        session_of(model, optimizer), "all", [1], precision=Precision(torch.float32)
+    )
     total = optimizer.state[model[0].weight]["sum"]
     assert (total.tolist(), total.dtype) == ([0.5] * 4, torch.float32)
     states.close()
