@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 
 from ...schema.errors import TargetError
 from ...schema.options import option
@@ -247,6 +249,33 @@ def writes(node: fx.Node) -> bool:
     name = name.split(".")[0]
     trailing = name.endswith("_") and not name.endswith("__")
     return trailing or node.kwargs.get("inplace") is True
+
+
+_NEW_FROM_MODULES = (nn.Linear, _ConvNd, _NormBase, nn.LayerNorm, nn.Embedding)
+_NEW_FROM_FUNCTIONS = frozenset(
+    "add addmm batch_norm convolution conv2d embedding layer_norm linear matmul mm mul".split()
+)
+
+
+def may_be_written(node: fx.Node) -> bool:
+    """Whether some function or layer may write to a value of a graph, or to a view of it."""
+    modules = node.graph.owning_module
+    assert modules is not None
+    found, known = [node], {node}
+    while found:
+        for user in found.pop().users:
+            module = modules.get_submodule(str(user.target)) if user.op == "call_module" else None
+            inside = () if module is None else module.modules()
+            if writes(user) or any(getattr(each, "inplace", False) for each in inside):
+                return True
+            name = getattr(user.target, "__name__", str(user.target)).split(".")[0]
+            is_new = user.op == "output" or isinstance(module, _NEW_FROM_MODULES)
+            is_new |= module is None and name in _NEW_FROM_FUNCTIONS
+            # What is not known to be new may be the value itself, as from an Identity.
+            if not is_new and user not in known:
+                found.append(user)
+                known.add(user)
+    return False
 
 
 BufferPlace = tuple[nn.Module, str]

@@ -27,7 +27,7 @@ from ..group import Place, subgroup
 from ..nested_tensors import InPieces, storage_key, zeros_for
 from ..sharding.units import Units
 from .cores import AttentionCores
-from .cut import StageModule, writes
+from .cut import StageModule, may_be_written
 from .ownership import Holders, Ownership, broadcast, stream
 
 # A backward pass in two halves, as zero-bubble schedules run it (Qi et al. 2024, section 2).
@@ -510,9 +510,9 @@ class StageRunner:
         self._leaves: dict[int, list[Tensor]] = {}
         self.most_in_flight = 0
         modules = list(part.module.modules())
-        self._in_place = any(getattr(module, "inplace", False) for module in modules) or any(
-            writes(node) for node in part.nodes
-        )
+        # [inputs] whether each is copied ahead, as layers may write to it; empty for a whole model.
+        self._written = [may_be_written(n) for n in part.nodes if n.op == "placeholder"]
+        self._is_written = any(getattr(module, "inplace", False) for module in modules)
         self._buffered = [m for m in modules if any(b is not None for b in m._buffers.values())]
 
     def forward(
@@ -547,9 +547,11 @@ class StageRunner:
     def _call(self, weights: Weights | None, *inputs: Any) -> Any:
         part = self.part
         # In-place layers must not write to a leaf, or to inputs that are recomputed from.
-        own = inputs
-        if self._in_place:
-            own = tuple(v.clone() if isinstance(v, Tensor) else v for v in inputs)
+        written = self._written or [self._is_written] * len(inputs)
+        own = tuple(
+            value.clone() if is_written and isinstance(value, Tensor) else value
+            for value, is_written in zip(inputs, written, strict=True)
+        )
         with self._cores(), self._passing():
             if weights is None:
                 return part.answer(part.module(*own))

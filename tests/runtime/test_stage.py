@@ -56,6 +56,22 @@ def test_functions_may_write_on_received_inputs() -> None:
     assert torch.equal(received, before)
 
 
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_only_inputs_that_layers_may_write_on_are_copied(first: int) -> None:
+    """Behind the linear layer the ReLU writes on its output, or through an Identity on it."""
+    layers = nn.Linear(4, 4), nn.Linear(4, 4), nn.Identity(), nn.ReLU(inplace=True)
+    part = cut(layers_of(nn.Sequential(*layers)), [list("0123")[:first], list("0123")[first:]])[1]
+    stage = StageRunner(part, recompute=False, device=torch.device("cpu"))
+    received = torch.randn(2, 4)
+    before, read = received.clone(), []
+    part.module.get_submodule(str(first)).register_forward_pre_hook(
+        lambda _, values: read.append(values[0].data_ptr())
+    )
+    stage.forward(0, {}, ((received,), (True,)), None)
+    assert torch.equal(received, before)
+    assert (read == [received.data_ptr()]) == (first == 1)
+
+
 class Unpacks(nn.Module):
     """Unpacks a tensor into its parts, as attention does with queries, keys and values."""
 
