@@ -548,14 +548,17 @@ class StageRunner:
         part = self.part
         # In-place layers must not write to a leaf, or to inputs that are recomputed from.
         written = self._written or [self._is_written] * len(inputs)
-        own = tuple(
-            value.clone() if is_written and isinstance(value, Tensor) else value
-            for value, is_written in zip(inputs, written, strict=True)
-        )
+        own = list(inputs)
+        for number, value in enumerate(inputs):
+            if written[number] and isinstance(value, Tensor):
+                own[number] = value.clone()
+                if number >= len(part.arguments) and not self._recompute:
+                    # Held for its gradient alone until the backward pass: without its memory.
+                    value.data = value.new_zeros(()).expand(value.shape)
         with self._cores(), self._passing():
             if weights is None:
                 return part.answer(part.module(*own))
-            return part.answer(torch.func.functional_call(part.module, weights, own))
+            return part.answer(torch.func.functional_call(part.module, weights, tuple(own)))
 
     def keep(self, microbatch: int, results: tuple[Any, ...]) -> None:
         """Keep the start of a microbatch's backward pass; the outputs' values can be freed."""

@@ -147,7 +147,8 @@ def train(case):
                 reads = refused(lambda: whole[1].running_mean.sum())
     held = (getattr(job._engine, "weight_versions", 0), getattr(job._engine, "activations_held", 0))
     owned = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    buffers = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
+    blocks = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in model.buffers()}
+    buffers = sum(blocks.values())
     job.finish()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     told = {"state": state, "losses": losses, "norms": norms, "held": held, "owned": owned}

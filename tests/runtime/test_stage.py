@@ -67,9 +67,15 @@ def test_only_inputs_that_layers_may_write_on_are_copied(first: int) -> None:
     part.module.get_submodule(str(first)).register_forward_pre_hook(
         lambda _, values: read.append(values[0].data_ptr())
     )
-    stage.forward(0, {}, ((received,), (True,)), None)
+    loss = stage.forward(0, {}, ((received,), (True,)), None).sum()
     assert torch.equal(received, before)
     assert (read == [received.data_ptr()]) == (first == 1)
+    stage.keep(0, (loss,))
+    message = weakref.ref(received.untyped_storage())
+    del received
+    assert (message() is None) == (first > 1)  # the copy takes its place
+    (gradient,) = stage.backward(0, None)
+    assert gradient.shape == before.shape
 
 
 class Unpacks(nn.Module):
