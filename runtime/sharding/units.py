@@ -13,22 +13,27 @@ Where workers may choose unlike units, one may need more rounds than another. Th
 the end of each round whether another one follows, in which some run nothing.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from ...schema.errors import TargetError
 from ...schema.options import option
+from ..gradients import NOTHING
 from ..invariant import Subtree
 from ..nested_tensors import tensors_in
 from ..repeated_layers import when_back, when_going_back, when_loss_is_back
 from ..setup import is_elementwise
 from .flats import Flat
+
+P = ParamSpec("P")
 
 
 def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -65,6 +70,20 @@ def outside_of_layer(said: str) -> TargetError:
     )
 
 
+def _unseen(method: Callable[P, None]) -> Callable[P, None]:
+    """A method whose operators are the runtime's own: no mode that a script's pass is in sees them.
+
+    A recorded loss would hold views of vectors whose memory goes.
+    """
+
+    @functools.wraps(method)
+    def run(*values: P.args, **options: P.kwargs) -> None:
+        with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else NOTHING:
+            method(*values, **options)
+
+    return run
+
+
 class Unit:
     """Parameters that are gathered together: a repeated layer, or all that is in none.
 
@@ -86,11 +105,13 @@ class Unit:
         """Whether all weights are here."""
         return all(flat.is_whole for flat in self.flats)
 
+    @_unseen
     def gather(self) -> None:
         """Begin to gather the weights."""
         for flat in self.flats:
             flat.gather()
 
+    @_unseen
     def wait(self) -> None:
         """Wait until the weights are whole."""
         for flat in self.flats:
@@ -101,6 +122,7 @@ class Unit:
         for flat in self.flats:
             flat.show()
 
+    @_unseen
     def free(self, *, shows: bool = True) -> None:
         """Keep this worker's slices only."""
         for flat in self.flats:

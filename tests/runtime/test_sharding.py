@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetflow
 from hetflow import runtime as hf
@@ -473,6 +474,37 @@ def test_memory_that_a_weight_has_left_is_not_the_weights() -> None:
         AwayParameter.hide(weight, (memory.shape, refuse))
         memory.add_(loss.detach())
     assert memory.tolist() == [10.0] * 3
+
+
+class _Seen(TorchDispatchMode):
+    """The operators that a mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = set[Any]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        self.operators.add(function)
+        return function(*arguments, **named or {})
+
+
+def test_a_mode_sees_the_scripts_operators_alone() -> None:
+    """A recorded loss held views of weights whose memory had gone: workers ended in SIGSEGV."""
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(4, 2)
+
+    def seen() -> set[Any]:
+        with _Seen() as mode:
+            model(x).sum()
+        return mode.operators
+
+    plain = seen() | {torch.ops.aten.view.default}  # by which a layer hears of its backward pass
+    states = SharedStates(session_of(model, torch.optim.SGD(model.parameters())), "all", [1])
+    states.begin()
+    states.enter(0)
+    assert seen() <= plain
+    states.close()
 
 
 def test_a_launch_refuses_what_shares_cannot_follow(plan_of: Callable[..., Plan]) -> None:
