@@ -283,7 +283,10 @@ def train_masters(kind: str, shard: Shard, shares: list[int]) -> None:
     policy = MixedPrecisionPolicy(runs, torch.float64, given)
     precision = precision_of(policy) if casts else Precision(masters=kept)
     model = made if casts else made.to(runs)
-    masters = [nn.Parameter(p.detach().to(kept)) for p in model.parameters()]
+    masters = [
+        nn.Parameter(p.detach().to(kept if p.is_floating_point() else p.dtype), p.requires_grad)
+        for p in model.parameters()
+    ]
     whole = deepcopy(model).to(runs)
     if casts and given is not None:
         whole.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(runs),))
@@ -308,8 +311,9 @@ def train_masters(kind: str, shard: Shard, shares: list[int]) -> None:
             whole.zero_grad()
             (loss(whole, batch) / 6).backward()
             for into, parameter in zip(sums, whole.parameters(), strict=True):
-                assert parameter.grad is not None
-                into.add_leaf(node, parameter.grad.to(kept))
+                assert (parameter.grad is not None) == parameter.requires_grad
+                if parameter.grad is not None:
+                    into.add_leaf(node, parameter.grad.to(kept))
         for master, found in zip(masters, sums, strict=True):
             master.grad = found.root()
         optimizer.zero_grad()
@@ -332,7 +336,7 @@ def train_masters(kind: str, shard: Shard, shares: list[int]) -> None:
     assert torch.equal(evaluated, loss(whole, inputs))
     states.make_whole()
     states.keep_own()
-    assert {p.dtype for p in model.parameters()} == {kept}
+    assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {kept}
     assert all(
         value.dtype == kept
         for state in optimizer.state.values()
@@ -371,6 +375,7 @@ def train_beside_fsdp2(shard: Shard, shares: list[int]) -> None:
     optimizer, own = (torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (model, whole))
     blocks, precision = listed_blocks(model, _Tower), precision_of(policy)
     states = states_of(model, optimizer, shard, shares, "fsdp2", blocks, precision)
+    states.treat("kept" if shares[1] else "recomputed")
     generator = torch.Generator().manual_seed(5)
     for _ in range(STEPS):
         batches = [data(SAMPLES[n % world], generator) for n in range(ROUNDS * world)][rank::world]

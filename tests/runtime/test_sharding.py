@@ -24,7 +24,7 @@ from hetflow.runtime.launcher.mapping import same_nodes
 from hetflow.runtime.promise.recording import Recording
 from hetflow.runtime.protocol.lower import lower
 from hetflow.runtime.sharding.flats import ALIGNMENT, AwayParameter, cuts_of, sources
-from hetflow.runtime.sharding.precision import Precision
+from hetflow.runtime.sharding.precision import Precision, precision_of
 from hetflow.runtime.sharding.states import SharedStates, order_of_turns
 from hetflow.schema import files
 from hetflow.schema.errors import PeerLostError, ProblemError, TargetError
@@ -81,7 +81,7 @@ def test_layers_that_run_again_on_some_workers_end_all(tmp_path: Path, again: in
 @pytest.mark.slow
 @pytest.mark.processes
 def test_all_kinds_of_models_train_as_one_process(tmp_path: Path) -> None:
-    train(tmp_path, "compiled", "gpt", "policy of gpt", "fsdp2", "llama", "vit", "resnet")
+    train(tmp_path, "compiled", "gpt", "policy of lora", "fsdp2", "llama", "vit", "resnet")
 
 
 def by_hand(epochs: int) -> tuple[float, dict[str, torch.Tensor]]:
@@ -404,6 +404,31 @@ def test_a_state_that_an_optimizer_made_at_once_is_cut() -> None:
     )
     total = optimizer.state[model[0].weight]["sum"]
     assert (total.tolist(), total.dtype) == ([0.5] * 4, torch.float32)
+    states.close()
+
+
+def test_batch_norm_keeps_its_type_where_the_rest_is_cast() -> None:
+    """As in FSDP1: torch's kernel refuses 16-bit weights beside float32 statistics."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    whole = deepcopy(model)
+    for layer in (whole[0], whole[2]):
+        layer.bfloat16()
+    x = torch.randn(8, 4)
+    whole(x.bfloat16()).sum().backward()
+    precision = precision_of(MixedPrecisionPolicy(torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    states = SharedStates(session_of(model, optimizer), "all", [1], precision=precision)
+    states.begin()
+    states.enter(0)
+    model(x).sum().backward()
+    states.leave()
+    states.launch_rest()
+    states.wait()
+    for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert other.grad is not None
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter.grad, other.grad.reshape(-1).float())
+    assert torch.equal(model[1].running_mean, whole[1].running_mean)
     states.close()
 
 
