@@ -117,6 +117,7 @@ class Unit:
         for flat in self.flats:
             flat.wait()
 
+    @_unseen
     def show(self) -> None:
         """Have whole weights as the script knows them."""
         for flat in self.flats:
