@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hetflow.devices.local import local_devices
+from hetflow.devices.local import accelerators
 from hetflow.schema import files
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
@@ -45,7 +45,10 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep profiles and runs here")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
     arguments = parser.parse_args()
-    device = arguments.device or local_devices()[0].device_type
+    gpus = accelerators()
+    if not arguments.device and not gpus:
+        parser.error("torch sees no GPU here; see `hetflow doctor`")
+    device = arguments.device or gpus[0].device_type
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
         names = list(MODELS)[: 2 if arguments.quick else None]

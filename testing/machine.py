@@ -67,7 +67,7 @@ def gpus(machine: str, folder: Path, **settings: str) -> Gpus:
 
     Args:
         machine: Its cards: ``V100,A100``; ``V100:64MiB`` has less memory.
-        folder: An empty folder, such as pytest's ``tmp_path``.
+        folder: An empty folder, such as pytest's ``tmp_path``; it is made where there is none.
         settings: Further variables; docs/gpus.md lists those of the device.
 
     Raises:
@@ -76,9 +76,10 @@ def gpus(machine: str, folder: Path, **settings: str) -> Gpus:
     """
     build.library()
     cards.machine({"FAKECUDA": machine})
+    folder = folder.resolve()  # programs run there, where a path from here would lead elsewhere
     kept = {name: folder / name.lower() for name in ("FAKECUDA_FAULTS", "FAKECUDA_TIMELINE")}
     for path in kept.values():
-        path.mkdir(exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH")))),

@@ -184,14 +184,17 @@ sys.exit("ended by itself")
 """
 
 
-def test_what_the_device_lacks_and_why_a_program_failed_are_said(tmp_path: Path) -> None:
+def test_what_the_device_lacks_and_why_a_program_failed_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if real_types():
         pytest.skip("this machine has GPUs of its own")
+    monkeypatch.chdir(tmp_path)
     try:
-        gpus = testing.gpus("V100,V100", tmp_path)
+        gpus = testing.gpus("V100,V100", Path("not", "there", "yet"))
     except CannotBuild as error:
         pytest.skip(str(error))
-    (tmp_path / "lacks.py").write_text(LACKS)
+    (gpus.folder / "lacks.py").write_text(LACKS)
     with pytest.raises(subprocess.CalledProcessError) as failed:
         gpus.run([sys.executable, "lacks.py"])
     assert failed.value.__notes__ == ["ended by itself\n"]
