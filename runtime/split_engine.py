@@ -73,6 +73,8 @@ class SplitEngine:
         )
         warn_of_saving(session.model, self.buffers)
         self.shared_states = _shared_states_of(session)
+        if self.shared_states is not None:
+            self.shared_states.refuse_saving()
         self.reducer: GradientReducer | SharedStates = self.shared_states or _reducer_of(
             session, has_buffers=bool(self.buffers.slots)
         )

@@ -93,6 +93,7 @@ class SharedStates(Units):
         run: Runs an exchange between two steps, which may be repeated where a worker is lost.
         is_behind: Whether this worker's script has not reached the others' position yet.
         moves: How often shares have moved to other workers.
+        is_saving: Whether the runtime itself asks optimizers for their states.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class SharedStates(Units):
         self._kept_nodes: set[int] = set()
         self._knows_order = self._is_alone = False
         self._order_name = self._num_passes = 0  # since the order was learned, alike on all workers
-        self.moves = 0
+        self.moves, self.is_saving = 0, False
         for optimizer in session.optimizers:  # some make it as they are made (Adagrad)
             self.cut(optimizer)
         # Hooks hold what none can copy, and a copy has no share.
@@ -221,6 +222,38 @@ class SharedStates(Units):
     def treat(self, how: Activations) -> None:
         """Let repeated layers keep, recompute or offload their activations from now on."""
         treat(self._modules.values(), how)
+
+    def refuse_saving(self) -> None:
+        """Let a script read no ``state_dict`` of slices: files of it would be one worker's share.
+
+        The model's is whole behind ``make_whole``. An optimizer's never is, also after the job.
+        """
+        shapes = {p: self.shapes[name].shape for name, p in self._session.parameters.items()}
+
+        def of_model(*_: object) -> None:
+            if not (self.is_readable or self._is_open):
+                raise TargetError(
+                    "model.state_dict() is read between steps, where each worker has a slice of "
+                    "each parameter",
+                    hint="call job.sync_buffers() on all workers before",
+                )
+
+        def of_optimizer(optimizer: torch.optim.Optimizer) -> None:
+            if not self.is_saving and any(
+                isinstance(value, Tensor) and value.dim() and value.shape != shapes[parameter]
+                for parameter, state in optimizer.state.items()
+                if parameter in shapes
+                for value in state.values()
+            ):
+                raise TargetError(
+                    "optimizer.state_dict() has this worker's share of the states only",
+                    hint=f"{option('checkpoint')} and job.checkpoint() save it whole",
+                )
+
+        for module in self._session.model.modules():
+            self._hooks.append(module.register_state_dict_pre_hook(of_model))  # type: ignore[no-untyped-call]
+        for optimizer in self._session.optimizers:
+            optimizer.register_state_dict_pre_hook(of_optimizer)
 
     # Layers
 

@@ -125,7 +125,8 @@ for _ in range(epochs):
         log.values.append(float(sum(outputs)))
 job.finish()
 tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-for index, state in optimizer.state_dict()["state"].items():
+for index, parameter in enumerate(model.parameters()):  # no state_dict: workers may share it
+    state = optimizer.state[parameter]
     tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
 told = [digest_of(tensors), log.values, optimizer.param_groups[0]["lr"], job.num_steps]
 if job.is_main:

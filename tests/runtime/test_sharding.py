@@ -501,6 +501,25 @@ def test_memory_that_a_weight_has_left_is_not_the_weights() -> None:
     assert memory.tolist() == [10.0] * 3
 
 
+def test_state_dicts_of_slices_are_refused() -> None:
+    """A file of them would hold one worker's share."""
+    model = nn.Linear(2, 2).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = hf.prepare(model, optimizer, masters=torch.float32)
+    for batch in job.batches(torch.ones(4, 2).bfloat16().split(2)):
+        job.backward(lambda x: model(x).square().mean(), batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    for thing in (model, optimizer):
+        with pytest.raises(TargetError, match=r"state_dict\(\)"):
+            thing.state_dict()
+    job.sync_buffers()
+    assert model.state_dict()["weight"].shape == (2, 2)
+    job.finish()
+    with pytest.raises(TargetError, match="share of the states"):
+        optimizer.state_dict()
+
+
 class _Seen(TorchDispatchMode):
     """The operators that a mode sees."""
 
