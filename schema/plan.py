@@ -245,8 +245,8 @@ class ReplicaGroup:
     topology; ``devices`` lists them all if they are not consecutive. None leaves the choice to the
     launch. ``memory_bytes`` is what each device holds. In a split it is the peak of a pass, with
     what a worker takes beside tensors and what was to stay free. In a pipeline it is the worker's
-    predicted peak, if the profile states what a worker holds before the model exists; further
-    stages on the same device then count only their own part.
+    predicted peak, if the profile states what a worker holds before the model exists. Stages on
+    the same device each state what all of them take.
 
     Measured for whole models: ``pass_seconds`` is the whole t_i at that size. ``interpolated``
     means that it was interpolated between two measured sizes, ``measured_busy`` that other devices

@@ -286,27 +286,51 @@ def replica_bytes(
     Returns:
         Without the pass that runs, and with it.
     """
-    weights = stage.weights
-    standing = (num_versions + problem.optimizer.state_bytes_per_weight_byte) * weights
-    bare = standing + (1 + pool.update_bytes_per_weight_byte) * weights
+    bare = update_bytes(problem, pool, stage, num_versions)
     bare = bare + problem.sample_bytes + problem.sample_bytes  # of the last, and the next step's
     whole = bare
     for moment in held:
-        kept = stage.kept * (1 if recompute else moment.in_flight)
-        rest = standing + kept + moment.halved * stage.halved + moment.received * stage.received
-        rest = rest + (moment.in_flight + 1) * problem.sample_bytes
-        if pool.copies_messages:
-            rest = rest + moment.returned * stage.received + moment.sent * stage.sent
-        running, gradients = stage.at_layer, weights
-        if num_replicas > 1:
-            running = np.minimum(running + pool.waiting_bytes, stage.with_waiting)
-        else:
-            rest = rest + np.minimum(stage.shared, pool.waiting_bytes)
-            if pool.copies_messages and not moment.has_gradients:
-                running, gradients = stage.with_waiting, 0.0 * weights
-        bare = np.maximum(bare, rest + gradients)
-        whole = np.maximum(whole, rest + gradients + running - stage.kept)
+        rest, most = pass_bytes(
+            problem, pool, stage, num_versions, moment, num_replicas, recompute=recompute
+        )
+        samples = (moment.in_flight + 1) * problem.sample_bytes
+        bare, whole = np.maximum(bare, rest + samples), np.maximum(whole, most + samples)
     return bare, whole
+
+
+def update_bytes(
+    problem: PipelineProblem, pool: DevicePool, stage: StageContents, num_versions: int
+) -> Any:
+    """What ``replica_bytes`` counts in an update, but samples: no activations."""
+    beside = 1 + problem.optimizer.state_bytes_per_weight_byte + pool.update_bytes_per_weight_byte
+    return (num_versions + beside) * stage.weights
+
+
+def pass_bytes(
+    problem: PipelineProblem,
+    pool: DevicePool,
+    stage: StageContents,
+    num_versions: int,
+    moment: HeldMoment,
+    num_replicas: int,
+    *,
+    recompute: bool,
+) -> tuple[Any, Any]:
+    """What ``replica_bytes`` counts at one moment, but samples."""
+    weights = stage.weights
+    rest = (num_versions + problem.optimizer.state_bytes_per_weight_byte) * weights
+    kept = stage.kept * (1 if recompute else moment.in_flight)
+    rest = rest + kept + moment.halved * stage.halved + moment.received * stage.received
+    if pool.copies_messages:
+        rest = rest + moment.returned * stage.received + moment.sent * stage.sent
+    running, gradients = stage.at_layer, weights
+    if num_replicas > 1:
+        running = np.minimum(running + pool.waiting_bytes, stage.with_waiting)
+    else:
+        rest = rest + np.minimum(stage.shared, pool.waiting_bytes)
+        if pool.copies_messages and not moment.has_gradients:
+            running, gradients = stage.with_waiting, 0.0 * weights
+    return rest + gradients, rest + gradients + running - stage.kept
 
 
 def stage_seconds(

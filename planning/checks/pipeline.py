@@ -166,20 +166,18 @@ def _memory_faults(plan: Plan, problem: PipelineProblem) -> list[str]:
         of_device.setdefault((stage.device_type, stage.first_device), []).append(index)
     for held in of_device.values():
         pool = _pool(problem, plan.stages[held[0]])
-        counted = [stage_memory(plan, problem, index) for index in held]
-        # Of the device's stages one runs a pass at a time; the first states it, as the worker's.
-        beside = max(whole - bare for bare, whole in counted)
-        beside += pool.workspace_bytes + (pool.base_memory_bytes or 0)
+        bare, needed = device_memory(plan, problem, held)
+        needed += pool.workspace_bytes + (pool.base_memory_bytes or 0)
         if plan.stages[held[0]].num_replicas == 1 and not any(
             layer.shared_with for layer in problem.layers
         ):
-            beside -= pool.compared_bytes  # no other worker holds its weights
-        for index, (bare, _) in zip(held, counted, strict=True):
-            is_worker = index == held[0] and pool.base_memory_bytes is not None
-            whole, stated = bare + beside * is_worker, plan.stages[index].memory_bytes
+            needed -= pool.compared_bytes  # no other worker holds its weights
+        # Each of the device's stages states what all take; with the worker's own, if it is known.
+        whole = bare if pool.base_memory_bytes is None else needed
+        for index in held:
+            stated = plan.stages[index].memory_bytes
             if abs(whole - (stated or 0)) > 1 + _TOLERANCE * whole:
                 faults.append(f"stage {index}: memory_bytes is {stated}, it needs {whole:.0f}")
-        needed = sum(bare for bare, _ in counted) + beside
         # The published optimizer checks memory less strictly; its plans serve comparison only.
         if needed > (pool.memory_bytes or inf) + 1 and problem.stage_cost != "published":
             names = " + ".join(f"stage {index}" for index in held)
@@ -247,12 +245,65 @@ def _pool(problem: PipelineProblem, stage: Stage) -> DevicePool:
     return next(pool for pool in problem.pools if pool.device_type == stage.device_type)
 
 
+def device_memory(plan: Plan, problem: PipelineProblem, held: Sequence[int]) -> tuple[float, float]:
+    """Bytes on a device that holds some stages: without the pass that runs, and with it."""
+    if len(held) == 1:
+        return stage_memory(plan, problem, held[0])
+    # One of the stages runs a pass, and all hold what they hold at that moment.
+    lists, pool, replicas = (
+        lists_of(plan),
+        _pool(problem, plan.stages[held[0]]),
+        plan.stages[held[0]].num_replicas,
+    )
+    contents = {index: _contents(plan, problem, index) for index in held}
+
+    def most(index: int, moment: HeldMoment) -> tuple[float, float]:
+        each = [
+            definitions.pass_bytes(
+                problem, pool, own, lists.held[index][1], moment, replicas,
+                recompute=plan.recomputes,
+            )
+            for own in contents[index]
+        ]  # fmt: skip
+        bare, whole = (max(float(one[side]) for one in each) for side in (0, 1))
+        return bare, whole
+
+    known = {(i, moment): most(i, moment) for i in held for moment in lists.moments[i]}
+    # In an update there are two microbatches' samples.
+    bare = whole = 2.0 * problem.sample_bytes + sum(
+        max(definitions.update_bytes(problem, pool, own, lists.held[index][1]) for own in each)
+        for index, each in contents.items()
+    )
+    for rank in lists.schedule.placement[held[0]]:
+        for one in lists.together[rank]:
+            # Of the model's own inputs also those of the next microbatch.
+            samples = (one.in_flight + 1) * problem.sample_bytes
+            rest = samples + sum(known[each][0] for each in one.held)
+            running = next(known[each] for each in one.held if each[0] == one.running)
+            bare, whole = max(bare, rest), max(whole, rest + running[1] - running[0])
+    return bare, whole
+
+
 def stage_memory(plan: Plan, problem: PipelineProblem, index: int) -> tuple[float, float]:
-    """Bytes of one replica of a stage under the plan's schedule: without its pass, and with it."""
+    """``device_memory`` of a stage that has its devices for itself."""
+    stage, ((_, versions), moments) = plan.stages[index], _held(plan, problem, index)
+    each = [
+        definitions.replica_bytes(
+            problem, _pool(problem, stage), own, versions, moments, stage.num_replicas,
+            recompute=plan.recomputes,
+        )
+        for own in _contents(plan, problem, index)
+    ]  # fmt: skip
+    bare, whole = (max(float(one[side]) for one in each) for side in (0, 1))
+    return bare, whole
+
+
+def _contents(plan: Plan, problem: PipelineProblem, index: int) -> list[definitions.StageContents]:
+    """What a stage consists of; and what it would, of which it counts as holding no less."""
     before = {name for stage in plan.stages[:index] for name in stage.layers}
     inside, layers = set(plan.stages[index].layers), problem.layers
     ends = [crossing_bytes(plan, problem, number) for number in (index, index + 1)]
-    found = [_memory_of(plan, problem, index, inside, ends)]
+    found = [_contents_of(plan, problem, index, inside, ends)]
     names = [each.id for each in layers if _has_bytes(each)]
     mine, start = [name for name in names if name in inside], sum(name in before for name in names)
     if problem.solved == "flat" and names[: start + len(mine)] == [
@@ -264,9 +315,8 @@ def stage_memory(plan: Plan, problem: PipelineProblem, index: int) -> tuple[floa
             last = place[mine[number - 1]]
             sent = {source for source, target in problem.links if source <= last < target}
             out = sum(layers[source].activation_bytes for source in sent)
-            found.append(_memory_of(plan, problem, index, set(mine[:number]), [ends[0], out]))
-    bare, whole = (max(each[side] for each in found) for side in (0, 1))
-    return bare, whole
+            found.append(_contents_of(plan, problem, index, set(mine[:number]), [ends[0], out]))
+    return found
 
 
 def _has_bytes(layer: PipelineLayer) -> bool:
@@ -275,12 +325,11 @@ def _has_bytes(layer: PipelineLayer) -> bool:
     return any(own)
 
 
-def _memory_of(
+def _contents_of(
     plan: Plan, problem: PipelineProblem, index: int, inside: set[str], ends: Sequence[float]
-) -> tuple[float, float]:
-    """``stage_memory`` if the stage has these layers, and receives and sends so many bytes."""
-    stage, pool = plan.stages[index], _pool(problem, plan.stages[index])
-    (in_flight, versions), moments = _held(plan, problem, index)
+) -> definitions.StageContents:
+    """What a stage of these layers consists of, which receives and sends so many bytes."""
+    pool = _pool(problem, plan.stages[index])
     chosen = [
         number
         for number, layer in enumerate(problem.layers)
@@ -305,18 +354,9 @@ def _memory_of(
         (definitions.most_at_a_layer(passed, aside, summed, inf) or [0.0])[-1]
         for summed in (left, behind)
     )
-    bare, needed = definitions.replica_bytes(
-        problem,
-        pool,
-        definitions.StageContents(
-            sum(weights) + copied, shared, whole, most, waiting, halved, ends[0], ends[1]
-        ),
-        versions,
-        moments,
-        stage.num_replicas,
-        recompute=plan.recomputes,
+    return definitions.StageContents(
+        sum(weights) + copied, shared, whole, most, waiting, halved, ends[0], ends[1]
     )
-    return float(bare), float(needed)
 
 
 def _held(

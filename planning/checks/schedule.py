@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...schema.plan import Plan
 from ...schema.schedule import (
@@ -37,6 +38,17 @@ Seconds = Callable[[Operation], float]
 """Seconds of an operation: a pass, an update, a reduction, or a message on its link."""
 
 
+class Together(NamedTuple):
+    """What a worker's stages hold at a pass of one of them.
+
+    ``in_flight`` are the microbatches that any of them has in flight.
+    """
+
+    running: int
+    in_flight: int
+    held: tuple[tuple[int, HeldMoment], ...]
+
+
 @dataclass(frozen=True)
 class Lists:
     """A schedule's lists, judged.
@@ -45,7 +57,8 @@ class Lists:
         schedule: The lists.
         order: (rank, operation) of every operation that can run, causes before effects.
         held: [stages] microbatches in flight, and weight versions, of a replica at its fullest.
-        moments: [stages] what a replica holds after each of its worker's operations.
+        moments: [stages] what a replica holds at each pass of its worker.
+        together: [ranks] what all stages of a worker hold at each of its passes.
         faults: What is wrong with the lists, as sentences.
     """
 
@@ -53,6 +66,7 @@ class Lists:
     order: tuple[tuple[int, Operation], ...]
     held: tuple[tuple[int, int], ...]
     moments: tuple[frozenset[HeldMoment], ...]
+    together: tuple[frozenset["Together"], ...]
     faults: tuple[str, ...]
 
 
@@ -90,8 +104,8 @@ def judged(name: str, generate: Generator, shape: PipelineShape) -> Lists:
     held = _held(schedule)
     if not faults and promised is None:
         faults = [*_bubble_faults(name, shape, schedule, order, held)]
-    moments = () if faults else _moments(schedule)
-    return Lists(schedule, order, held, moments, tuple(faults))
+    together = () if faults else tuple(_together(schedule))
+    return Lists(schedule, order, held, _moments(together), together, tuple(faults))
 
 
 def _promise_faults(
@@ -193,9 +207,17 @@ def _held(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _moments(schedule: Schedule) -> tuple[frozenset[HeldMoment], ...]:
+def _moments(together: Sequence[frozenset[Together]]) -> tuple[frozenset[HeldMoment], ...]:
     """[stages] what its replicas hold at each pass of their workers."""
-    found: dict[int, set[HeldMoment]] = {stage: set() for stage in range(schedule.num_stages)}
+    found: dict[int, set[HeldMoment]] = {}
+    for one in frozenset[Together]().union(*together):
+        for stage, moment in one.held:
+            found.setdefault(stage, set()).add(moment)
+    return tuple(frozenset(found[stage]) for stage in sorted(found))
+
+
+def _together(schedule: Schedule) -> Iterator[frozenset[Together]]:
+    """What each worker's stages hold at each of its passes."""
     # A worker keeps what it has sent of a kind until as many more were sent as microbatches may be
     # in flight anywhere: of stages alone on their workers that alternate, as many as its own.
     most = [_in_flight(own) for own in schedule.ranks]
@@ -206,26 +228,32 @@ def _moments(schedule: Schedule) -> tuple[frozenset[HeldMoment], ...]:
         outputs: list[int] = []
         gradients: list[int] = []
         answered = {op.stage for op in own if op.kind == "receive_gradient"}
-        flying: list[int] = []
+        flying: list[tuple[int, int]] = []
         halved: list[int] = []
+        stages, found = sorted({each.stage for each in own}), set[Together]()
         for op in own:
             if op.kind == "send_activation":
                 outputs = [*outputs, op.stage][-room[0] :]
             if op.kind == "send_gradient":
                 gradients = [*gradients, op.stage][-room[1] :]
             if op.kind == "forward":
-                flying.append(op.stage)
+                flying.append((op.stage, op.microbatch))
             if op.kind == "backward_input":
                 halved.append(op.stage)
-            for stage in {each.stage for each in own} if op.kind in PASSES else ():
-                number, sent = flying.count(stage), outputs.count(stage) + (stage in answered)
-                half, returned = halved.count(stage), gradients.count(stage)
-                found[stage].add(HeldMoment(number, half, number, sent, returned))
+            held: list[tuple[int, HeldMoment]] = []
+            for stage in stages if op.kind in PASSES else ():
+                number = sum(each == stage for each, _ in flying)
+                sent, half = outputs.count(stage) + (stage in answered), halved.count(stage)
+                moment = HeldMoment(number, half, number, sent, gradients.count(stage))
+                held.append((stage, moment))
+            if held:
+                number = len({microbatch for _, microbatch in flying})
+                found.add(Together(op.stage, number, tuple(held)))
             if op.kind in FREEING:
-                flying.remove(op.stage)
+                flying.remove((op.stage, op.microbatch))
             if op.kind == "backward_weight":
                 halved.remove(op.stage)
-    return tuple(frozenset(found[stage]) for stage in range(schedule.num_stages))
+        yield frozenset(found)
 
 
 def _in_flight(mine: Sequence[Operation]) -> int:

@@ -262,27 +262,49 @@ def replica_bytes(
     pass wait, at most ``waiting_bytes``: of all weights where replicas add them up, else of tied
     ones. Where there are no other replicas, that pass begins without gradients.
     """
-    weight, wait = parts.weight, pool.waiting_bytes
-    standing = kept_per_weight_byte(held.versions, problem.optimizer.state_bytes_per_weight_byte)
     # In an update samples are there of the last microbatch, and of the next step's first one.
-    found = (standing + pool.update_bytes_per_weight_byte) * weight + 2 * problem.sample_bytes
-    copies, is_summed = int(pool.copies_messages), num_replicas > 1
+    found = update_bytes(problem, pool, held.versions, parts) + 2 * problem.sample_bytes
     for moment in held.moments:
-        running, weights = parts.passing, standing * weight
-        if is_summed:
-            running = np.minimum(running + wait, parts.waiting)
-        elif copies and not moment.has_gradients:
-            running, weights = parts.waiting, weights - weight
-        num_kept = 1 if recompute else moment.in_flight
-        passing = weights + num_kept * parts.kept + running + moment.halved * parts.halved
-        passing = passing + (moment.received + copies * moment.returned) * parts.received
-        passing = passing + copies * moment.sent * parts.sent
+        passing = pass_bytes(
+            problem, pool, num_replicas, held.versions, moment, parts, recompute=recompute
+        )
         # Of the model's own inputs also those of the next microbatch.
-        passing = passing + (moment.in_flight + 1) * problem.sample_bytes
-        if not is_summed:
-            passing = passing + np.minimum(parts.tied, wait)
-        found = np.maximum(found, passing)
+        found = np.maximum(found, passing + (moment.in_flight + 1) * problem.sample_bytes)
     return found
+
+
+def update_bytes(
+    problem: PipelineProblem, pool: DevicePool, versions: int, parts: StageParts
+) -> Any:
+    """Memory of one replica of stages while the optimizer updates them, but for samples."""
+    standing = kept_per_weight_byte(versions, problem.optimizer.state_bytes_per_weight_byte)
+    return (standing + pool.update_bytes_per_weight_byte) * parts.weight
+
+
+def pass_bytes(
+    problem: PipelineProblem,
+    pool: DevicePool,
+    num_replicas: int,
+    versions: int,
+    moment: HeldMoment,
+    parts: StageParts,
+    *,
+    recompute: bool,
+) -> Any:
+    """Memory of one replica of stages in a pass, but for samples; ``moment`` may be of arrays."""
+    weight, wait = parts.weight, pool.waiting_bytes
+    standing = kept_per_weight_byte(versions, problem.optimizer.state_bytes_per_weight_byte)
+    copies, is_summed = int(pool.copies_messages), num_replicas > 1
+    running, weights = parts.passing, standing * weight
+    if is_summed:
+        running = np.minimum(running + wait, parts.waiting)
+    elif copies and not moment.has_gradients:
+        running, weights = parts.waiting, weights - weight
+    num_kept = 1 if recompute else moment.in_flight
+    passing = weights + num_kept * parts.kept + running + moment.halved * parts.halved
+    passing = passing + (moment.received + copies * moment.returned) * parts.received
+    passing = passing + copies * moment.sent * parts.sent
+    return passing if is_summed else passing + np.minimum(parts.tied, wait)
 
 
 def last_readers(problem: PipelineProblem) -> dict[int, int]:

@@ -1,7 +1,11 @@
 """Count the activations and weight versions that a rank holds while it runs its list."""
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
 
 from ...schema.schedule import (
     DIFFERENTIATING,
@@ -89,36 +93,60 @@ def most_under_way(schedule: Schedule, rank: int) -> tuple[int, int]:
     return max(peaks), max(peaks)
 
 
-def moments_by_stage(schedule: Schedule) -> tuple[tuple[HeldMoment, ...], ...]:
-    """[stages] the moments at which a replica may hold most: none with less of everything."""
-    found: list[set[HeldMoment]] = [set() for _ in schedule.placement]
-    for rank in range(len(schedule.ranks)):
-        for stage, moment in _moments(schedule, rank):
-            found[stage].add(moment)
-    return tuple(
-        tuple(
-            sorted(
-                one
-                for one in moments
-                if not any(
-                    other != one and all(a >= b for a, b in zip(other, one, strict=True))
-                    for other in moments
-                )
-            )
-        )
-        for moments in found
-    )
+class DeviceMoment(NamedTuple):
+    """What one rank holds at a pass of its schedule."""
+
+    running: int
+    """The stage of the pass."""
+    in_flight: int
+    """Microbatches that some stage of the rank has in flight."""
+    held: tuple[HeldMoment, ...]
+    """Of each of the rank's stages, in their order."""
 
 
-def _moments(schedule: Schedule, rank: int) -> list[tuple[int, HeldMoment]]:
-    operations, found = schedule.ranks[rank], list[tuple[int, HeldMoment]]()
-    limits = most_under_way(schedule, rank)
+def moments_by_rank(schedule: Schedule) -> tuple[tuple[DeviceMoment, ...], ...]:
+    """[ranks] the moments at which a rank may hold most: none with less of everything."""
+    return tuple(_fullest(_moments(schedule, rank)) for rank in range(schedule.num_ranks))
+
+
+def moments_by_stage(
+    schedule: Schedule, moments: Sequence[Sequence[DeviceMoment]]
+) -> tuple[tuple[HeldMoment, ...], ...]:
+    """[stages] of these moments [ranks], those at which a replica of a stage may hold most."""
+    found: list[set[DeviceMoment]] = [set() for _ in schedule.placement]
+    for stages, of_rank in zip(schedule.stages_of_rank, moments, strict=True):
+        for together in of_rank:
+            for stage, moment in zip(stages, together.held, strict=True):
+                found[stage].add(DeviceMoment(stage, moment.in_flight, (moment,)))
+    return tuple(tuple(sorted(one.held[0] for one in _fullest(each))) for each in found)
+
+
+def _fullest(moments: Collection[DeviceMoment]) -> tuple[DeviceMoment, ...]:
+    """The moments that no other one of the same stage's passes exceeds in everything."""
+    kept: list[DeviceMoment] = []
+    table = np.empty((len(moments), 0), np.int64)
+    # Descending: what exceeds a moment comes before it.
+    for one in sorted(moments, reverse=True):
+        numbers = np.array([one.running, one.in_flight, *chain(*one.held)])
+        if not kept:
+            table = np.empty((len(moments), len(numbers)), np.int64)
+        known = table[: len(kept)]
+        if not ((known[:, 0] == numbers[0]) & (known >= numbers).all(axis=1)).any():
+            table[len(kept)] = numbers
+            kept.append(one)
+    return tuple(kept)
+
+
+def _moments(schedule: Schedule, rank: int) -> set[DeviceMoment]:
+    operations, stages = schedule.ranks[rank], schedule.stages_of_rank[rank]
+    limits, found = most_under_way(schedule, rank), set[DeviceMoment]()
     answered = {op.stage for op in operations if op.kind is Kind.RECEIVE_GRADIENT}
-    flying, halved = Counter[int](), Counter[int]()
+    flying, halved, alive = Counter[int](), Counter[int](), Counter[int]()
     ways: tuple[deque[int], deque[int]] = (deque(), deque())
     for op in operations:
         if op.kind is Kind.FORWARD:
             flying[op.stage] += 1
+            alive[op.microbatch] += 1
         elif op.kind is Kind.BACKWARD_INPUT:
             halved[op.stage] += 1
         elif op.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
@@ -127,13 +155,20 @@ def _moments(schedule: Schedule, rank: int) -> list[tuple[int, HeldMoment]]:
             if len(ways[way]) > limits[way]:
                 ways[way].popleft()
         if op.kind in PASSES:
-            for stage in schedule.stages_of_rank[rank]:
-                k = flying[stage]
-                sent = ways[0].count(stage) + (stage in answered)
-                moment = HeldMoment(k, halved[stage], k, sent, ways[1].count(stage))
-                found.append((stage, moment))
+            held = tuple(
+                HeldMoment(
+                    flying[stage],
+                    halved[stage],
+                    flying[stage],
+                    ways[0].count(stage) + (stage in answered),
+                    ways[1].count(stage),
+                )
+                for stage in stages
+            )
+            found.add(DeviceMoment(op.stage, len(alive), held))
         if op.kind in FREEING:
             flying[op.stage] -= 1
+            alive -= Counter({op.microbatch: 1})
         if op.kind is Kind.BACKWARD_WEIGHT:
             halved[op.stage] -= 1
     return found

@@ -52,7 +52,7 @@ def times_of(stages: Sequence[Stage], *, flushes: bool) -> StageTimes:
             "the plan does not tell forward from backward time", hint="solve it again"
         )
     backward = [
-        (stage.compute_seconds or 0.0) - seconds
+        max((stage.compute_seconds or 0.0) - seconds, 0.0)  # below by rounding alone
         for stage, seconds in zip(stages, forward, strict=True)
     ]
     halves = [

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
-from ...planning.costs.pipeline import StageHeld, noam, worker_bytes
+from ...planning.costs.pipeline import StageHeld, noam
 from ...schema.errors import InfeasibleError
 from ...schema.pipeline import DevicePool, PipelineProblem
 from ...schema.plan import Plan, Prediction, Proof, ReplicaGroup, Stage
@@ -113,7 +113,7 @@ def _stage(costs: StageCosts, seats: Seats, index: int) -> Stage:
     first, last, move = placed[index]
     workers = sum(entry[2].num_replicas for entry in placed[index:])
     held = costs.stashed(move.num_replicas, workers)
-    _, passing = costs.memory_parts(first, last, move.pool, move.num_replicas, held)
+    parts = costs.memory_parts(first, last, move.pool, move.num_replicas, held)
     return stage_between(
         costs,
         (first, last),
@@ -122,7 +122,7 @@ def _stage(costs: StageCosts, seats: Seats, index: int) -> Stage:
         span=move.span,
         held=held,
         sent=output_seconds(costs, placed, index),
-        passing_bytes=passing,
+        memory_bytes=costs.device_bytes(move.pool, move.num_replicas, *parts),
     )
 
 
@@ -135,7 +135,7 @@ def stage_between(
     span: int,
     held: StageHeld,
     sent: float,
-    passing_bytes: float | None = None,
+    memory_bytes: int,
 ) -> Stage:
     """Build the stage between two cuts, with its costs.
 
@@ -147,8 +147,7 @@ def stage_between(
         span: The slowest link among them, by its place in the tables.
         held: What a replica holds.
         sent: Seconds of both messages over the boundary behind it.
-        passing_bytes: What passes of all its devices' stages take for a while; None where they hold
-            an earlier stage, which counts what a worker holds.
+        memory_bytes: What each of its devices holds.
     """
     (first, last), problem, replicas = cuts, costs.problem, len(devices)
     pool = problem.pools[number]
@@ -159,10 +158,7 @@ def stage_between(
         problem,
         pool,
         devices,
-        memory_bytes=round(
-            costs.memory_parts(first, last, number, replicas, held)[0]
-            + (0 if passing_bytes is None else worker_bytes(problem, pool, replicas, passing_bytes))
-        ),
+        memory_bytes=memory_bytes,
         layers=names_between(problem, costs, first, last),
         num_in_flight=held[0],
         weight_versions=held[1],

@@ -16,15 +16,19 @@ from ...planning.costs.pipeline import (
     last_readers,
     num_in_flight,
     overheads,
+    pass_bytes,
     replica_bytes,
     rounds,
     slowest_of_all,
     tied_seconds,
     tied_weights,
+    update_bytes,
     updates,
     weight_versions,
+    worker_bytes,
 )
 from ...schema.pipeline import PipelineProblem
+from ...schema.schedule import HeldMoment
 from ..effort import Effort, OutOfTimeError
 from .cuts import Cuts, Floats, Mask
 from .placements import Move, PlacedStage, PlacementSpace
@@ -222,6 +226,25 @@ class StageCosts:
         )
         return standing, whole - standing
 
+    def device_bytes(self, pool: int, num_replicas: int, standing: float, passing: float) -> int:
+        """What a plan states of a device whose stages hold so much, as ``memory_parts`` has it."""
+        own = self.problem.pools[pool]
+        return round(standing + worker_bytes(self.problem, own, num_replicas, passing))
+
+    def at_moments(
+        self,
+        stage: tuple[int, int],
+        pool: int,
+        num_replicas: int,
+        versions: int,
+        moments: HeldMoment,
+    ) -> tuple[float, Floats, Floats]:
+        """``StageMemory.at_moments``."""
+        recompute = self.recompute
+        return self._memory.at_moments(
+            pool, num_replicas, versions, moments, stage, recompute=recompute
+        )
+
     def lack_bytes(self, first: int, last: int, move: Move, workers: int | None = None) -> float:
         """Bytes that a replica of a placed stage lacks; what it leaves free is negative."""
         limit = self.problem.pools[move.pool].limit_bytes
@@ -283,7 +306,7 @@ class StageMemory:
         self, pool: int, num_replicas: int, held: StageHeld, *, recompute: bool, standing: bool
     ) -> Floats:
         """[cuts, cuts] bytes of one replica; of pairs that no stage lies between, anything."""
-        problem, own = self._problem, self._problem.pools[pool]
+        problem, own, space = self._problem, self._problem.pools[pool], self._space(pool)
 
         def counted(parts: StageParts) -> Floats:
             if standing:
@@ -293,13 +316,12 @@ class StageMemory:
             )
             return found
 
-        aside = own.layer_workspace_bytes
-        space = np.array([aside[layer] if aside else 0.0 for layer in self._chosen.tolist()])
         rows = np.flatnonzero(self._is_prefix)
         if len(rows) == self._cuts.size:
             found = np.zeros((self._cuts.size, self._cuts.size))
         else:
-            found = counted(self._between(space))
+            every = np.arange(self._cuts.size)
+            found = counted(self._between(space, every[:, None], every[None, :]))
         # [prefixes, ends] the stages that end behind each layer, and the most up to each.
         smaller = np.where(self._inside[rows], 0.0, counted(self._prefixes(space, rows)))
         smaller = np.maximum.accumulate(smaller, axis=1)
@@ -310,6 +332,61 @@ class StageMemory:
         )
         found[np.ix_(rows, rows)] = np.maximum(exact, before)
         return found
+
+    def at_moments(
+        self,
+        pool: int,
+        num_replicas: int,
+        versions: int,
+        moments: HeldMoment,
+        stage: tuple[int, int],
+        *,
+        recompute: bool,
+    ) -> tuple[float, Floats, Floats]:
+        """Bytes of one replica of a stage between two cuts, as ``table`` counts them, but samples.
+
+        Args:
+            pool: Number of the replica's devices.
+            num_replicas: Of the stage.
+            versions: Of its weights.
+            moments: Arrays [moments, 1].
+            stage: Its cuts.
+            recompute: Whether it recomputes its activations.
+
+        Returns:
+            In an update; [moments] without the pass that runs; and with it.
+        """
+        problem, own, space = self._problem, self._problem.pools[pool], self._space(pool)
+        row, end = np.array(stage[:1]), np.array(stage[1:])
+        if not (self._is_prefix[row[0]] and self._is_prefix[end[0]]):
+            parts = [self._between(space, row, end)]
+        else:
+            exact, earlier = self._prefixes(space, row, end), self._prefixes(space, row)
+            parts = [StageParts(*(np.ravel(each) for each in exact))]
+            chosen = slice(int(self._number[row[0]]), max(int(self._number[end[0]]) - 1, 0))
+            shape = np.shape(earlier.kept)
+            parts += [StageParts(*(np.broadcast_to(x, shape)[0, chosen] for x in earlier))]
+        found: list[list[Floats]] = []
+        for each in parts:
+            bare = each._replace(passing=0.0, waiting=0.0)
+            found.append(
+                [update_bytes(problem, own, versions, each)[None, :]]
+                + [
+                    pass_bytes(
+                        problem, own, num_replicas, versions, moments, one, recompute=recompute
+                    )
+                    for one in (bare, each)
+                ]
+            )
+        update, standing, whole = (
+            np.concatenate(each, axis=1).max(axis=1) for each in zip(*found, strict=True)
+        )
+        return float(update[0]), standing, whole
+
+    def _space(self, pool: int) -> Floats:
+        """[layers] what the passes of those that count take for a while."""
+        aside = self._problem.pools[pool].layer_workspace_bytes
+        return np.array([aside[layer] if aside else 0.0 for layer in self._chosen.tolist()])
 
     def _prefixes(self, space: Floats, rows: Ints, ends: Ints | None = None) -> StageParts:
         """Stages from cuts in the layers' own order [rows] to each layer, or to such cuts."""
@@ -369,21 +446,21 @@ class StageMemory:
             split += tied.weight_bytes * is_split
         return copied, split
 
-    def _between(self, space: Floats) -> StageParts:
-        """Stages between any two cuts."""
-        cuts, size = self._cuts, self._cuts.size
-        begins = np.arange(size)[:, None] > 0
+    def _between(self, space: Floats, first: Ints, last: Ints) -> StageParts:
+        """Stages between two cuts, of which there may be many: arrays that broadcast."""
+        cuts, shape = self._cuts, np.broadcast_shapes(first.shape, last.shape)
+        begins = first > 0
         keeps = self._problem.traits.splits_backward & begins
-        weight, kept, halved = np.zeros((3, size, size))
-        passing, waiting = np.full((2, size, size), -np.inf)
+        weight, kept, halved = np.zeros((3, *shape))
+        passing, waiting = np.full((2, *shape), -np.inf)
         shared = {layer: (holders, held) for layer, holders, held in self._shared}
-        behind, gradients = np.zeros((2, size, size))
+        behind, gradients = np.zeros((2, *shape))
         for layer, column in enumerate(self._inside.T):
-            own = column[None, :] & ~column[:, None]
+            own = column[last] & ~column[first]
             holders, held = shared.get(layer, ([], 0.0))
             if held:
                 users = self._inside[:, [layer, *holders]]
-                behind += held * (users[None, :] & ~users[:, None]).all(axis=2)
+                behind += held * (users[last] & ~users[first]).all(axis=-1)
             weight += own * self._weights[layer]
             kept += own * self._kept[layer]
             halved += own * self._halved[layer]
@@ -393,11 +470,9 @@ class StageMemory:
             waiting = np.maximum(waiting, at_layer - gradients)
         passing, waiting = passing + behind, waiting + gradients
         frees = np.where(keeps, 0.0, kept)
-        copied: Any = 0.0 if cuts.copied_bytes is None else cuts.copied_bytes
-        tied: Any = 0.0 if cuts.split_bytes is None else cuts.split_bytes
-        received, sent = np.broadcast_arrays(
-            cuts.crossing_bytes[:, None], cuts.crossing_bytes[None, :]
-        )
+        copied: Any = 0.0 if cuts.copied_bytes is None else cuts.copied_bytes[first, last]
+        tied: Any = 0.0 if cuts.split_bytes is None else cuts.split_bytes[first, last]
+        received, sent = np.broadcast_arrays(cuts.crossing_bytes[first], cuts.crossing_bytes[last])
         return StageParts(
             weight + copied, tied, kept, np.maximum(passing - frees, 0.0),
             np.maximum(waiting - frees, 0.0), np.where(begins, halved, sent), received, sent,

@@ -22,21 +22,26 @@ after another.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations, product
+from itertools import chain, combinations, permutations, product
 from math import ceil, comb
 from typing import NamedTuple
 
 import numpy as np
 
 from ...planning.costs.pipeline import StageHeld, shared_level, slowest_links
-from ...planning.schedules.counting import held_by_stage, moments_by_stage
+from ...planning.schedules.counting import (
+    DeviceMoment,
+    held_by_stage,
+    moments_by_rank,
+    moments_by_stage,
+)
 from ...planning.schedules.of_plan import times_of
 from ...planning.schedules.registry import generate
 from ...planning.schedules.timing import time_schedule
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, Stage
-from ...schema.schedule import Schedule
+from ...schema.schedule import HeldMoment, Schedule
 from ..effort import DEFAULT, Effort, OutOfTimeError
 from .anywhere import has_one_order, relaxed
 from .assemble import ORDERED, finish, needs, stage_between
@@ -216,6 +221,8 @@ class ScheduledLayout:
     schedule: Schedule
     place: tuple[int, ...]
     held: tuple[StageHeld, ...]
+    moments: tuple[tuple[DeviceMoment, ...], ...] = ()
+    """[places] when a device of several stages may hold most."""
 
     @property
     def num_stages(self) -> int:
@@ -240,6 +247,11 @@ class ShapeOption:
         ]
         self.pools = [layout.places[place].pool for place in shape.place]
         self.rounds = ceil(problem.num_microbatches / layout.num_replicas)
+        # [places] the stages that a device holds.
+        self._held: list[list[int]] = [[] for _ in layout.places]
+        for stage, place in enumerate(shape.place):
+            self._held[place].append(stage)
+        self._at_moments: dict[tuple[int, int, int], tuple[float, Floats, Floats]] = {}
         self.bound = self.bound_of_any_order = self._bound()
 
     def _bound(self) -> float:
@@ -275,7 +287,17 @@ class ShapeOption:
         between = self.costs.between()
         if not all(between[one, other] for one, other in zip(cut, cut[1:], strict=False)):
             return False
-        return all(limit is None or used <= limit for used, limit in self._filled(cut))
+        return all(self._fits(place, stages, cut) for place, stages in enumerate(self._held))
+
+    def _fits(self, place: int, stages: Sequence[int], cut: Cut) -> bool:
+        limit = self.problem.pools[self.shape.layout.places[place].pool].limit_bytes
+        if limit is None:
+            return True
+        # At most as if each were at its fullest, which tables of all cuts have.
+        apart = [self.memory(stage, *cut[stage : stage + 2]) for stage in stages]
+        if sum(one for one, _ in apart) + max(one for _, one in apart) <= limit:
+            return True
+        return len(stages) > 1 and sum(self._together(place, cut)) <= limit
 
     def _filled(self, cut: Cut) -> list[tuple[float, int | None]]:
         """[places] bytes that stages take of a device, and what they may take."""
@@ -285,16 +307,41 @@ class ShapeOption:
 
     def _parts_of_places(self, cut: Cut) -> list[tuple[float, float]]:
         """[places] bytes that a device's stages hold, and what their passes take for a while."""
-        # The passes of a device's stages run one after another: one takes its workspace.
-        held, most = ([0.0] * len(self.shape.layout.places) for _ in range(2))
-        for stage, place in enumerate(self.shape.place):
-            standing, passing = self.memory(stage, cut[stage], cut[stage + 1])
-            held[place] += standing
-            most[place] = max(most[place], passing)
-        return list(zip(held, most, strict=True))
+        return [
+            self.memory(own[0], *cut[own[0] : own[0] + 2])
+            if len(own) == 1
+            else self._together(place, cut)
+            for place, own in enumerate(self._held)
+        ]
 
-    def nearest(self) -> tuple[float, str] | None:
-        """Bytes that a cut of even memory lacks, and the device that lacks them; None: no cut."""
+    def _together(self, place: int, cut: Cut) -> tuple[float, float]:
+        """``_parts_of_places`` of a device of several stages, at its fullest moments."""
+        # The passes of a device's stages run one after another: one takes its workspace.
+        moments = self.shape.moments[place]
+        running = np.array([one.running for one in moments])
+        # Of the model's own inputs also those of the next microbatch.
+        samples = np.array([one.in_flight + 1 for one in moments]) * self.problem.sample_bytes
+        update, standing = 2.0 * self.problem.sample_bytes, samples.astype(float)
+        passing = np.zeros(len(moments))
+        for number, stage in enumerate(self._held[place]):
+            key = stage, cut[stage], cut[stage + 1]
+            if key not in self._at_moments:
+                own = np.array([one.held[number] for one in moments])[:, :, None]
+                self._at_moments[key] = self.costs.at_moments(
+                    key[1:],
+                    self.pools[stage],
+                    self.shape.layout.num_replicas,
+                    self.shape.held[stage].versions,
+                    HeldMoment(*own.swapaxes(0, 1)[:5]),
+                )
+            of_update, bare, whole = self._at_moments[key]
+            update, standing = update + of_update, standing + bare
+            passing += np.where(running == stage, whole - bare, 0.0)
+        most = max(update, float(standing.max()))
+        return most, max(update, float((standing + passing).max())) - most
+
+    def even_memory(self) -> Cut | None:
+        """The cut whose fullest stage has the least beyond its share of a device; None: no cut."""
 
         def beyond(stage: int) -> Floats:
             """Bytes beyond a chunk's share; without a limit any stage is as good."""
@@ -306,9 +353,14 @@ class ShapeOption:
             return np.where(self.costs.between(), over, np.inf)
 
         found = self._least(beyond)
-        if found is None:
+        return None if found is None else found[1]
+
+    def nearest(self) -> tuple[float, str] | None:
+        """Bytes that a cut of even memory lacks, and the device that lacks them; None: no cut."""
+        cut = self.even_memory()
+        if cut is None:
             return None
-        filled = self._filled(found[1])
+        filled = self._filled(cut)
         lack, used, place = max(
             (used - limit if limit is not None else -np.inf, used, place)
             for place, (used, limit) in enumerate(filled)
@@ -411,9 +463,18 @@ class ShapeOption:
         return slowest
 
     def stages(self, cut: Cut) -> list[Stage]:
-        """The stages of a cut, as a plan has them."""
+        """The stages of a cut, as a plan has them: each states what its device holds."""
+        replicas, parts = self.shape.layout.num_replicas, self._parts_of_places(cut)
+        pools = [place.pool for place in self.shape.layout.places]
+        filled = [
+            self.costs.device_bytes(pool, replicas, *own)
+            for pool, own in zip(pools, parts, strict=True)
+        ]
+        return self._stages(cut, filled)
+
+    def _stages(self, cut: Cut, memory_bytes: Sequence[int]) -> list[Stage]:
+        """The stages of a cut, whose devices hold so many bytes [places]."""
         costs, shape, found = self.costs, self.shape, []
-        parts = self._parts_of_places(cut)
         for stage, place in enumerate(shape.place):
             # The last stage sends nothing.
             last, sent = cut[stage + 1], 0.0
@@ -428,7 +489,7 @@ class ShapeOption:
                     span=costs.bandwidths.index(self.spans[stage]),
                     held=shape.held[stage],
                     sent=sent,
-                    passing_bytes=None if place in shape.place[:stage] else parts[place][1],
+                    memory_bytes=memory_bytes[place],
                 )
             )
         return found
@@ -439,7 +500,8 @@ class ShapeOption:
 
     def step(self, cut: Cut) -> float:
         """The step of a cut as the timer has it."""
-        times = times_of(self.stages(cut), flushes=True)
+        # Of which memory is no part.
+        times = times_of(self._stages(cut, [0] * len(self.shape.layout.places)), flushes=True)
         return time_schedule(self.shape.schedule, times).makespan_seconds
 
 
@@ -538,7 +600,10 @@ def _shapes(
     chunk_counts = problem.traits.num_model_chunks
     if problem.num_model_chunks is not None:
         chunk_counts = (problem.num_model_chunks,)
-    made: dict[tuple[int, int, int], tuple[Schedule, tuple[StageHeld, ...]]] = {}
+    made: dict[
+        tuple[int, int, int],
+        tuple[Schedule, tuple[StageHeld, ...], tuple[tuple[DeviceMoment, ...], ...]],
+    ] = {}
     found: list[ScheduledLayout] = []
     refusal = None
     for layout in found_layouts:
@@ -568,16 +633,23 @@ def _shapes(
                         num_model_chunks=chunks,
                         replicas=[layout.num_replicas] * size,
                     )
-                    both = zip(held_by_stage(schedule), moments_by_stage(schedule), strict=True)
-                    held = tuple(StageHeld(*most, moments) for most, moments in both)
-                    made[key] = (schedule, held)
+                    moments = moments_by_rank(schedule)
+                    by_stage = moments_by_stage(schedule, moments)
+                    both = zip(held_by_stage(schedule), by_stage, strict=True)
+                    held = tuple(StageHeld(*most, own) for most, own in both)
+                    # Ranks are numbered place by place.
+                    of_places = tuple(
+                        tuple(chain(*moments[first : first + layout.num_replicas]))
+                        for first in range(0, schedule.num_ranks, layout.num_replicas)
+                    )
+                    made[key] = (schedule, held, of_places)
             except ProblemError as error:
                 refusal = error
                 continue
-            schedule, held = made[key]
-            # Ranks are numbered place by place, so a stage's first rank tells its place.
+            schedule, held, of_places = made[key]
+            # So a stage's first rank tells its place.
             place = tuple(ranks[0] // layout.num_replicas for ranks in schedule.placement)
-            found.append(ScheduledLayout(layout, chunks, schedule, place, held))
+            found.append(ScheduledLayout(layout, chunks, schedule, place, held, of_places))
     return found, refusal
 
 
@@ -661,6 +733,9 @@ def _starts(option: ShapeOption, effort: Effort) -> Iterator[Cut]:
                 seen.add(found[1])
                 yield found[1]
                 break
+    cut = None if seen else option.even_memory()
+    if cut is not None and option.fits(cut):
+        yield cut
 
 
 def _move(option: ShapeOption, cut: Cut, seconds: float, best: _Best, effort: Effort) -> None:

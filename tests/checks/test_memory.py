@@ -12,6 +12,8 @@ from hetflow.planning.checks.batch_split import check as split_faults
 from hetflow.planning.checks.pipeline import check
 from hetflow.planning.costs import comm
 from hetflow.planning.costs import pipeline as costs
+from hetflow.planning.schedules.of_plan import schedule_of
+from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import OptimizerState, named_optimizer
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
@@ -162,8 +164,33 @@ def test_stages_on_one_device_count_its_base_once() -> None:
         whole.memory_bytes - own.memory_bytes
         for whole, own in zip(plan.stages, bare.stages, strict=True)
     ]
-    assert added == [305 * MB, 305 * MB, 0, 0]
+    assert added == [305 * MB] * 4  # each states what its device holds
     assert check(plan, told) == []
+
+
+def test_stages_on_one_device_are_counted_at_the_same_moment() -> None:
+    """Replayed pass by pass; a launch asks of each worker's device what all its stages take."""
+    sgd, samples = named_optimizer("sgd"), 4 * MB
+    asked = problem(
+        sgd, 10**10, schedule="interleaved", num_stages=None, num_microbatches=8,
+        sample_bytes=samples,
+    )  # fmt: skip
+    plan = solve(asked)
+    assert check(plan, asked) == []
+    for rank, operations in enumerate(schedule_of(plan).ranks):
+        flying: list[tuple[int, int]] = []
+        most = 0
+        for one in operations:
+            if one.kind == "forward":
+                flying.append((one.stage, one.microbatch))
+            # What a stage keeps of a microbatch, its input where it was sent; samples once.
+            kept = sum(10 * MB * (2 if stage else 1) for stage, _ in flying)
+            most = max(most, kept + samples * (len({number for _, number in flying}) + 1))
+            if one.kind == "backward":
+                flying.remove((one.stage, one.microbatch))
+        filled = 2 * 200 * MB + most
+        assert [plan.stages[n].memory_bytes for n in (rank, rank + 2)] == [filled, filled]
+        assert lower(plan).workers[rank].memory_bytes == filled
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])

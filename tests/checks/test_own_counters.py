@@ -53,13 +53,16 @@ def test_memory_is_counted_apart(schedule: str, monkeypatch: pytest.MonkeyPatch)
     problem = asked(schedule)
     assert check(solve(problem), problem) == []
 
-    def fewer(lists: Schedule) -> tuple[tuple[HeldMoment, ...], ...]:
+    def half(held: HeldMoment) -> HeldMoment:
+        return held._replace(in_flight=(held.in_flight + 1) // 2)
+
+    def fewer(lists: Schedule) -> tuple[tuple[counting.DeviceMoment, ...], ...]:
         return tuple(
-            tuple(one._replace(in_flight=(one.in_flight + 1) // 2) for one in moments)
-            for moments in counting.moments_by_stage(lists)
+            tuple(one._replace(held=tuple(map(half, one.held))) for one in moments)
+            for moments in counting.moments_by_rank(lists)
         )
 
-    monkeypatch.setattr(uniform, "moments_by_stage", fewer)
+    monkeypatch.setattr(uniform, "moments_by_rank", fewer)
     faults = check(solve(problem), problem)
     assert any("memory_bytes is" in fault for fault in faults), faults
 

@@ -17,7 +17,7 @@ from partition_cases import (
     same,
 )
 
-from hetflow.planning.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
+from hetflow.planning.checks.pipeline import check, device_memory, seconds_per_input, timed_stage
 from hetflow.planning.schedules.of_plan import schedule_of, times_of
 from hetflow.planning.schedules.timing import time_schedule
 from hetflow.schema.errors import InfeasibleError, ProblemError
@@ -115,14 +115,11 @@ def best(problem: PipelineProblem) -> float | None:
 def fits(plan: Plan, problem: PipelineProblem) -> bool:
     limits = {pool.device_type: pool.memory_bytes for pool in problem.pools}
     aside = {pool.device_type: pool.workspace_bytes for pool in problem.pools}
-    used: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    used: dict[tuple[str, int], list[int]] = {}
     for index, stage in enumerate(plan.stages):
-        own = used.setdefault((stage.device_type, stage.first_device), [])
-        own.append(stage_memory(plan, problem, index))
+        used.setdefault((stage.device_type, stage.first_device), []).append(index)
     return all(
-        limits[kind] is None
-        or sum(bare for bare, _ in own) + max(whole - bare for bare, whole in own) + aside[kind]
-        <= limits[kind]
+        limits[kind] is None or device_memory(plan, problem, own)[1] + aside[kind] <= limits[kind]
         for (kind, _), own in used.items()
     )
 
@@ -199,13 +196,13 @@ def test_chunks_share_their_device_s_memory():
     sizes = [(10, 100)] * 16
     free = chain(EVEN, sizes, levels((4, 1e6)), replication=False, schedule="interleaved")
     used = solve(free)
-    devices: dict[int, int] = {}
-    for stage in used.stages:
-        devices[stage.first_device] = devices.get(stage.first_device, 0) + stage.memory_bytes
-    tight = max(devices.values()) - 2
+    tight = max(stage.memory_bytes for stage in used.stages) - 2  # each states its device's
     pool = dataclasses.replace(free.pools[0], memory_bytes=tight)
     limited = dataclasses.replace(free, pools=(pool,))
     assert any("too many" in fault for fault in check(used, limited))
+    pool = dataclasses.replace(free.pools[0], memory_bytes=tight + 2)
+    fits = solve(dataclasses.replace(free, pools=(pool,)))
+    assert fits.predicted == used.predicted
 
 
 @pytest.mark.parametrize(
