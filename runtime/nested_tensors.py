@@ -23,7 +23,7 @@ def zeros_for(tensors: Collection[Tensor], device: torch.device) -> list[Tensor]
     """[tensors] a zero [1] of each one's dtype: a block a dtype, as allocators round blocks up."""
     numbers = Counter(tensor.dtype for tensor in tensors)
     zeros = {
-        dtype: iter(torch.zeros(number, dtype=dtype, device=device).split(1))
+        dtype: iter(torch.split(torch.zeros(number, dtype=dtype, device=device), 1))
         for dtype, number in numbers.items()
     }
     return [next(zeros[tensor.dtype]) for tensor in tensors]
