@@ -228,7 +228,9 @@ class SharedStates(Units):
 
         The model's is whole behind ``make_whole``. An optimizer's never is, also after the job.
         """
-        shapes = {p: self.shapes[name].shape for name, p in self._session.parameters.items()}
+        shapes: dict[Tensor, torch.Size] = {
+            p: self.shapes[name].shape for name, p in self._session.parameters.items()
+        }
 
         def of_model(*_: object) -> None:
             if not (self.is_readable or self._is_open):
