@@ -26,7 +26,7 @@ class _Interval(NamedTuple):
 
     taken_bytes: int
     weights: tuple[int, ...] | None
-    gradients: frozenset[str]
+    gradients: tuple[str, ...]
     summed: frozenset[str]
 
 
@@ -35,8 +35,8 @@ class PassWatch:
 
     Layers come and go as in ``runtime.sharding``. The first one comes with what is in no layer.
     Forward, one layer and the next are whole; backward, one and the one before, of which the last
-    comes when the model's output has its gradient. Gradients leave when their layer has gone back,
-    and are summed when the next layer's leave.
+    comes when the model's output has its gradient. Gradients leave when their layer has gone back:
+    they are there twice then, and are summed when the next layer's leave.
 
     Args:
         model: The model; its gradients are there.
@@ -78,7 +78,8 @@ class PassWatch:
             if name not in self._summed | self._leaving:
                 self._leave(name)
         self._weights = None
-        self._leave("")
+        self._summed |= self._leaving
+        self._note(self._taken()[1])
 
     def _begins(self, name: str, _: Any, args: Any, kwargs: Any) -> Any:
         self._names.append(name)
@@ -112,12 +113,13 @@ class PassWatch:
     def _leave(self, name: str) -> None:
         """A layer's gradients begin to leave, and those of the one before are summed."""
         self._summed |= self._leaving
-        self._note(self._taken()[1])
+        # Autograd has made one for each parameter; they are copied end to end for their sum.
+        self._note(self._taken()[1], (name, name))
         self._back, self._leaving = frozenset(), frozenset({name})
 
-    def _note(self, taken_bytes: int) -> None:
-        gradients = self._back | self._leaving
-        self._found.append(_Interval(taken_bytes, self._weights, gradients, self._summed))
+    def _note(self, taken_bytes: int, gradients: tuple[str, ...] = ()) -> None:
+        there = gradients or tuple(self._back | self._leaving)
+        self._found.append(_Interval(taken_bytes, self._weights, there, self._summed))
 
     @property
     def most_bytes(self) -> int:
@@ -146,7 +148,8 @@ class PassWatch:
             PassMoment(
                 taken_bytes=max(0, found.taken_bytes),
                 weight_bytes=sum(weights[name] for name in whole(found.weights)),
-                gradient_bytes=sum(gradients[name] for name in found.gradients | {""}),
+                gradient_bytes=sum(gradients[name] for name in found.gradients)
+                + gradients[""] * ("" not in found.gradients),
                 summed_bytes=sum(gradients[name] for name in found.summed),
             )
             for found in self._found
