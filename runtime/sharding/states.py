@@ -31,6 +31,7 @@ from ..gradients import NOTHING, Hooks
 from ..group import Place
 from ..initial_values import fill
 from ..invariant import Subtree
+from ..log import log
 from ..nested_tensors import InPieces, digest_of_pieces
 from ..repeated_layers import layers_of, repeated_layers
 from ..session import Session
@@ -226,7 +227,8 @@ class SharedStates(Units):
     def refuse_saving(self) -> None:
         """Let a script read no ``state_dict`` of slices: files of it would be one worker's share.
 
-        The model's is whole behind ``make_whole``. An optimizer's never is, also after the job.
+        The model's is whole behind ``make_whole``. An optimizer's never is; after the job a script
+        is warned, as it may save its model in the same call.
         """
         shapes: dict[Tensor, torch.Size] = {
             p: self.shapes[name].shape for name, p in self._session.parameters.items()
@@ -247,10 +249,11 @@ class SharedStates(Units):
                 if parameter in shapes
                 for value in state.values()
             ):
-                raise TargetError(
-                    "optimizer.state_dict() has this worker's share of the states only",
-                    hint=f"{option('checkpoint')} and job.checkpoint() save it whole",
-                )
+                said = "optimizer.state_dict() has this worker's share of the states only"
+                hint = f"{option('checkpoint')} and job.checkpoint() save it whole"
+                if not self._session.is_finished:
+                    raise TargetError(said, hint=hint)
+                log.warning(f"{said}; {hint}")
 
         for module in self._session.model.modules():
             self._hooks.append(module.register_state_dict_pre_hook(of_model))  # type: ignore[no-untyped-call]

@@ -501,7 +501,7 @@ def test_memory_that_a_weight_has_left_is_not_the_weights() -> None:
     assert memory.tolist() == [10.0] * 3
 
 
-def test_state_dicts_of_slices_are_refused() -> None:
+def test_state_dicts_of_slices_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A file of them would hold one worker's share."""
     model = nn.Linear(2, 2).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -516,8 +516,8 @@ def test_state_dicts_of_slices_are_refused() -> None:
     job.sync_buffers()
     assert model.state_dict()["weight"].shape == (2, 2)
     job.finish()
-    with pytest.raises(TargetError, match="share of the states"):
-        optimizer.state_dict()
+    optimizer.state_dict()  # beside the model's, which must not be lost
+    assert "share of the states only; " in capsys.readouterr().err
 
 
 class _Seen(TorchDispatchMode):
