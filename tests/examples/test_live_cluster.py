@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,15 +18,24 @@ SCRIPT = Path(hetflow.examples.__file__).parent / "live_cluster" / "run.py"
 @pytest.mark.slow
 @pytest.mark.measures
 def test_jobs_take_turns_and_end_with_the_bits_that_they_have_alone(tmp_path: Path) -> None:
-    told = tmp_path / "jobs.json"
+    jobs = _queue(tmp_path / "first")
+    # Where starts take long, on busy cores, rounds do too, and all may end in their first one.
+    if all(job["leases"] == 1 for job in jobs):
+        jobs = _queue(tmp_path / "again")
+    assert any(job["leases"] > 1 for job in jobs)
+
+
+def _queue(folder: Path) -> list[dict[str, Any]]:
+    """The jobs of one run of the example, which have ended well."""
+    told = folder.with_suffix(".json")
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", "-o", str(tmp_path / "made"), "--json", str(told)],
+        [sys.executable, str(SCRIPT), "--quick", "-o", str(folder), "--json", str(told)],
         env={**os.environ, programs.VARIABLE: programs.preloaded()},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    jobs = json.loads(told.read_text())
+    jobs: list[dict[str, Any]] = json.loads(told.read_text())
     assert [job["state"] for job in jobs] == ["done"] * 3
     assert [job["digest"] for job in jobs] == [job["alone"] for job in jobs]
     assert jobs[0]["digest"] == jobs[1]["digest"] != jobs[2]["digest"]
-    assert any(job["leases"] > 1 for job in jobs)
+    return jobs
