@@ -45,7 +45,7 @@ _LONGEST = (
     "tests/scheduler/test_engines.py",
     "tests/fuzz/test_fuzz.py",
     "tests/launcher/test_resize.py",
-    "tests/testing/test_machine.py",
+    "tests/testing/test_gpus.py",
 )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from hetflow.testing import SITE
 from hetflow.testing.fakecuda import build
-from hetflow.testing.machine import SITE
 from hetflow.testing.timeline import REAL, Rates, Timeline, timeline_of
 from hetflow.tests import programs
 
