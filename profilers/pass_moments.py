@@ -5,7 +5,7 @@ most of their sum is found layer by layer, in a pass with whole states.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class _Interval(NamedTuple):
 
     taken_bytes: int
     weights: tuple[int, ...] | None
-    gradients: tuple[str, ...]
+    gradients: Mapping[str, int]
     summed: frozenset[str]
 
 
@@ -114,11 +114,12 @@ class PassWatch:
         """A layer's gradients begin to leave, and those of the one before are summed."""
         self._summed |= self._leaving
         # Autograd has made one for each parameter; they are copied end to end for their sum.
-        self._note(self._taken()[1], (name, name))
+        self._note(self._taken()[1], {"": 1, name: 2})
         self._back, self._leaving = frozenset(), frozenset({name})
 
-    def _note(self, taken_bytes: int, gradients: tuple[str, ...] = ()) -> None:
-        there = gradients or tuple(self._back | self._leaving)
+    def _note(self, taken_bytes: int, gradients: Mapping[str, int] | None = None) -> None:
+        """Note a time that ends, and how often gradients of which layers are there in it."""
+        there = gradients or dict.fromkeys(self._back | self._leaving | {""}, 1)
         self._found.append(_Interval(taken_bytes, self._weights, there, self._summed))
 
     @property
@@ -148,8 +149,7 @@ class PassWatch:
             PassMoment(
                 taken_bytes=max(0, found.taken_bytes),
                 weight_bytes=sum(weights[name] for name in whole(found.weights)),
-                gradient_bytes=sum(gradients[name] for name in found.gradients)
-                + gradients[""] * ("" not in found.gradients),
+                gradient_bytes=sum(n * gradients[name] for name, n in found.gradients.items()),
                 summed_bytes=sum(gradients[name] for name in found.summed),
             )
             for found in self._found

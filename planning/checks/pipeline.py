@@ -250,11 +250,8 @@ def device_memory(plan: Plan, problem: PipelineProblem, held: Sequence[int]) -> 
     if len(held) == 1:
         return stage_memory(plan, problem, held[0])
     # One of the stages runs a pass, and all hold what they hold at that moment.
-    lists, pool, replicas = (
-        lists_of(plan),
-        _pool(problem, plan.stages[held[0]]),
-        plan.stages[held[0]].num_replicas,
-    )
+    lists, first = lists_of(plan), plan.stages[held[0]]
+    pool, replicas = _pool(problem, first), first.num_replicas
     contents = {index: _contents(plan, problem, index) for index in held}
 
     def most(index: int, moment: HeldMoment) -> tuple[float, float]:

@@ -48,7 +48,15 @@ from .assemble import ORDERED, finish, needs, stage_between
 from .at_once import even_cuts, in_one_line
 from .cuts import Floats, cuts_of
 from .makespan import relaxed_step
-from .placements import Move, NoSeatsError, PlacedStage, PlacementSpace, bandwidths_of, seat
+from .placements import (
+    Ints,
+    Move,
+    NoSeatsError,
+    PlacedStage,
+    PlacementSpace,
+    bandwidths_of,
+    seat,
+)
 from .stage_costs import StageCosts
 
 _MOST_PATHS = 2000
@@ -212,6 +220,25 @@ def _slowest(problem: PipelineProblem, pool: int, devices: tuple[int, ...]) -> f
     return slowest_links(levels)[level - 1] if level else float("inf")
 
 
+class PlaceMoments(NamedTuple):
+    """When a device may hold most: arrays over moments."""
+
+    running: Ints
+    """The stage of the pass."""
+    in_flight: Ints
+    """Microbatches that some of its stages have in flight."""
+    held: tuple[HeldMoment, ...]
+    """[stages] of arrays [moments, 1], as ``StageCosts.at_moments`` takes them."""
+
+    @classmethod
+    def of(cls, moments: Sequence[DeviceMoment]) -> "PlaceMoments":
+        """The moments of all ranks of a place."""
+        # [fields, stages, moments, 1]; every backward pass counts as if gradients were there.
+        held = np.array([one.held for one in moments])[:, :, :-1].T[..., None]
+        running, in_flight = np.array([(one.running, one.in_flight) for one in moments]).T
+        return cls(running, in_flight, tuple(HeldMoment(*own) for own in held.swapaxes(0, 1)))
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledLayout:
     """A layout with its schedule: what each stage holds, and the place that holds it."""
@@ -221,8 +248,8 @@ class ScheduledLayout:
     schedule: Schedule
     place: tuple[int, ...]
     held: tuple[StageHeld, ...]
-    moments: tuple[tuple[DeviceMoment, ...], ...] = ()
-    """[places] when a device of several stages may hold most."""
+    moments: tuple[PlaceMoments, ...] = ()
+    """[places]; only those of several stages are asked for."""
 
     @property
     def num_stages(self) -> int:
@@ -317,26 +344,23 @@ class ShapeOption:
     def _together(self, place: int, cut: Cut) -> tuple[float, float]:
         """``_parts_of_places`` of a device of several stages, at its fullest moments."""
         # The passes of a device's stages run one after another: one takes its workspace.
-        moments = self.shape.moments[place]
-        running = np.array([one.running for one in moments])
+        moments, sample_bytes = self.shape.moments[place], self.problem.sample_bytes
         # Of the model's own inputs also those of the next microbatch.
-        samples = np.array([one.in_flight + 1 for one in moments]) * self.problem.sample_bytes
-        update, standing = 2.0 * self.problem.sample_bytes, samples.astype(float)
-        passing = np.zeros(len(moments))
-        for number, stage in enumerate(self._held[place]):
+        update, standing = 2.0 * sample_bytes, (moments.in_flight + 1.0) * sample_bytes
+        passing = np.zeros_like(standing)
+        for own, stage in zip(moments.held, self._held[place], strict=True):
             key = stage, cut[stage], cut[stage + 1]
             if key not in self._at_moments:
-                own = np.array([one.held[number] for one in moments])[:, :, None]
                 self._at_moments[key] = self.costs.at_moments(
                     key[1:],
                     self.pools[stage],
                     self.shape.layout.num_replicas,
                     self.shape.held[stage].versions,
-                    HeldMoment(*own.swapaxes(0, 1)[:5]),
+                    own,
                 )
             of_update, bare, whole = self._at_moments[key]
             update, standing = update + of_update, standing + bare
-            passing += np.where(running == stage, whole - bare, 0.0)
+            passing += np.where(moments.running == stage, whole - bare, 0.0)
         most = max(update, float(standing.max()))
         return most, max(update, float((standing + passing).max())) - most
 
@@ -602,7 +626,7 @@ def _shapes(
         chunk_counts = (problem.num_model_chunks,)
     made: dict[
         tuple[int, int, int],
-        tuple[Schedule, tuple[StageHeld, ...], tuple[tuple[DeviceMoment, ...], ...]],
+        tuple[Schedule, tuple[StageHeld, ...], tuple[PlaceMoments, ...]],
     ] = {}
     found: list[ScheduledLayout] = []
     refusal = None
@@ -639,7 +663,7 @@ def _shapes(
                     held = tuple(StageHeld(*most, own) for most, own in both)
                     # Ranks are numbered place by place.
                     of_places = tuple(
-                        tuple(chain(*moments[first : first + layout.num_replicas]))
+                        PlaceMoments.of([*chain(*moments[first : first + layout.num_replicas])])
                         for first in range(0, schedule.num_ranks, layout.num_replicas)
                     )
                     made[key] = (schedule, held, of_places)
