@@ -5,12 +5,13 @@ import hashlib
 import inspect
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.hooks import RemovableHandle
 
 from ..devices.backend import backend_of
 from ..devices.local import first_device, numbered
@@ -22,6 +23,7 @@ from . import peers
 from .determinism import is_invariant
 from .group import Place, gathered
 from .initial_values import fill
+from .log import log
 from .sharding.precision import Precision
 from .unplanned import on_trial
 
@@ -278,10 +280,68 @@ def optimizers_of(given: Given) -> tuple[torch.optim.Optimizer, ...]:
     return tuple(several)
 
 
+_AT_WORK: set[int] = set()  # ids of optimizers whose state the runtime itself asks for
+
+
 def state_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     """The optimizers' state for a checkpoint: None for none, a state for one, else a list."""
-    states = [optimizer.state_dict() for optimizer in optimizers]
+    _AT_WORK.update(map(id, optimizers))
+    try:
+        states = [optimizer.state_dict() for optimizer in optimizers]
+    finally:
+        _AT_WORK.difference_update(map(id, optimizers))
     return states if len(states) > 1 else states[0] if states else None
+
+
+def refuse_saving(
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    *,
+    lacks: Callable[[nn.Module], bool],
+    is_part: Callable[[torch.optim.Optimizer], bool],
+    is_finished: Callable[[], bool],
+) -> list[RemovableHandle]:
+    """Let a script read no ``state_dict`` of a part: a file of it would lack what others have.
+
+    A model is whole after ``job.sync_buffers()``. An optimizer never is; after the job a script is
+    warned, as it may save its model in the same call. A copy of the model is its owner's.
+
+    Args:
+        model: The script's model.
+        optimizers: The script's.
+        lacks: Whether this worker now lacks numbers of a module, or of one within it.
+        is_part: Whether it now has a part of an optimizer's state only.
+        is_finished: Whether the job is over.
+
+    Returns:
+        The hooks on modules.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def of_module(module: nn.Module, *_: object) -> None:
+        if id(module) in names and lacks(module):
+            name = ".".join(filter(None, ("model", names[id(module)])))
+            raise TargetError(
+                f"{name}.state_dict() is read between steps, where this worker has only a part "
+                "of its parameters or buffers",
+                hint="call job.sync_buffers() on all workers before, or job.checkpoint()",
+            )
+
+    def of_optimizer(optimizer: torch.optim.Optimizer) -> None:
+        if id(optimizer) in _AT_WORK or not is_part(optimizer):
+            return
+        said = "optimizer.state_dict() has this worker's share of the states only"
+        hint = f"{option('checkpoint')} and job.checkpoint() save it whole"
+        if not is_finished():
+            raise TargetError(said, hint=hint)
+        log.warning(f"{said}; {hint}")
+
+    for optimizer in optimizers:
+        optimizer.register_state_dict_pre_hook(of_optimizer)
+    return [
+        module.register_state_dict_pre_hook(of_module)  # type: ignore[no-untyped-call]
+        for module in model.modules()
+    ]
 
 
 def skip_overflow(optimizer: torch.optim.Optimizer) -> bool:

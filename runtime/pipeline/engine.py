@@ -29,7 +29,7 @@ from ..initial_values import fill
 from ..nested_tensors import InPieces, digest_of_pieces, tensors_in
 from ..protocol.lower import microbatches_of, schedule_of
 from ..session import Session
-from ..setup import check_same_shapes, final_tensors
+from ..setup import check_same_shapes, final_tensors, refuse_saving
 from ..tensor.regions import check_attention
 from ..tensor.roles import Lanes, SharedParts, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
@@ -61,12 +61,12 @@ from .ownership import (
 )
 from .shares import StageShares, first_sharers, shared_names, shares_weights
 from .stage import (
+    Elsewhere,
     StageBuffers,
     StageRunner,
     buffer_holders,
     hold_own,
     parameters_of,
-    refuse_saving,
     refusing_reads,
 )
 from .synchronise import Synchroniser
@@ -479,8 +479,13 @@ class PipelineEngine:
             holdings,
         )
         self._model = SpreadModel(model, None if parts[0].arguments == (CALL,) else check_call)
-        refuse_saving(
-            model, self._ownership, self.buffers, *([self._shares] if self._shares else ())
+        is_part = bool(shared or shards or len(own - self._ownership.cut) < len(named))
+        self._saving = refuse_saving(
+            model,
+            session.optimizers,
+            lacks=self._lacks,
+            is_part=lambda _: is_part,
+            is_finished=lambda: session.is_finished,
         )
         self._microbatches: StepMicrobatches | None = None  # of the step in progress
         self._seeds: dict[tuple[int, int], int] = {}  # of a step that flushes, by pass
@@ -507,6 +512,16 @@ class PipelineEngine:
             self._unflushed = Unflushed(
                 work, self._stages, self._executor, self._synchroniser, optimizer
             )
+
+    def _lacks(self, module: nn.Module) -> bool:
+        """Whether this worker now lacks numbers of a module, or of one within it."""
+        if any(isinstance(buffer, Elsewhere) for buffer in module.buffers()):
+            return True
+        if self._shares is not None and not self._shares.is_readable:
+            shared = self._shares.places()
+            if any(id(parameter) in shared for parameter in module.parameters()):
+                return True
+        return not self._ownership.is_readable_in(module)
 
     def _parts(
         self, *, evaluates: bool = False
@@ -889,6 +904,8 @@ class PipelineEngine:
             is_whole &= self._shares.is_readable
         if not is_whole:
             return
+        for hook in self._saving:
+            hook.remove()
         self._model.release()
         self._sharded.remove()
         if self._ownership.device_of_whole != self._session.device:

@@ -274,15 +274,16 @@ class Ownership:
             parts.append(part.to(value.device))
         value.copy_(self.lanes.whole(name, parts))
 
+    def is_readable_in(self, module: nn.Module) -> bool:
+        """Whether every parameter of a module has its whole value on this worker."""
+        held = set(map(id, module.parameters()))
+        lacking = (p for name, p in self.parameters.items() if name not in self.own - self.cut)
+        return self._is_whole or held.isdisjoint(map(id, lacking))
+
     @property
     def is_whole(self) -> bool:
         """Whether this worker has the parameters of all workers."""
         return self._is_whole or len(self.own) == len(self.parameters)
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether every parameter of the model has its whole value on this worker."""
-        return self._is_whole or not (self.cut or len(self.own) < len(self.parameters))
 
     def values_of(self, name: str) -> InPieces:
         """A parameter's values, sent by its first holder. Iterate them on all workers."""

@@ -25,10 +25,9 @@ from .. import peers
 from ..buffers import AllReduce, BufferSlot, VirtualNodeBuffers, buffer_places
 from ..group import Place, subgroup
 from ..nested_tensors import InPieces, storage_key, zeros_for
-from ..sharding.units import Units
 from .cores import AttentionCores
 from .cut import StageModule, may_be_written
-from .ownership import Holders, Ownership, broadcast, stream
+from .ownership import Holders, broadcast, stream
 
 # A backward pass in two halves, as zero-bubble schedules run it (Qi et al. 2024, section 2).
 #
@@ -454,23 +453,6 @@ class StageBuffers(VirtualNodeBuffers):
             return super()._merged(slot, all_reduce)
         finally:
             self._local = local
-
-
-def refuse_saving(model: nn.Module, *held: "Ownership | StageBuffers | Units") -> None:
-    """Refuse ``model.state_dict()`` while tensors of other stages have no values here.
-
-    A copy of the model is not refused: its owner knows which values it keeps.
-    """
-
-    def refuse(module: nn.Module, *rest: object) -> None:
-        if module is model and not all(tensors.is_readable for tensors in held):
-            raise TargetError(
-                "model.state_dict() is called on a part of a model: other workers have the "
-                "parameters of the other stages",
-                hint="call job.sync_buffers() on all workers before, or job.checkpoint()",
-            )
-
-    model.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 Weights = dict[str, Tensor]

@@ -77,7 +77,7 @@ class SharedState:
             registered: The script's objects.
         """
         self._totals.look()
-        states = self._slices()
+        states = state_of(self._session.optimizers)
         for state in states if isinstance(states, list) else [states] if states else []:
             state["state"] = {
                 number: own | {key: value[:0] for key, value in shared_in(own).items()}
@@ -109,17 +109,9 @@ class SharedState:
                 found[name] = copy_to_host(whole)
         return found
 
-    def _slices(self) -> Any:
-        """The optimizers' state as this worker has it."""
-        self._states.is_saving = True
-        try:
-            return state_of(self._session.optimizers)
-        finally:
-            self._states.is_saving = False
-
     def _optimizers(self) -> Any:
         """The optimizers' state with whole tensors, on the first worker."""
-        states, places = self._slices(), self._states.places()
+        states, places = state_of(self._session.optimizers), self._states.places()
         several = states if isinstance(states, list) else [states] if states else []
         for optimizer, state in zip(self._session.optimizers, several, strict=True):
             state["state"] = {

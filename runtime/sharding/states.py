@@ -31,11 +31,10 @@ from ..gradients import NOTHING, Hooks
 from ..group import Place
 from ..initial_values import fill
 from ..invariant import Subtree
-from ..log import log
 from ..nested_tensors import InPieces, digest_of_pieces
 from ..repeated_layers import layers_of, repeated_layers
 from ..session import Session
-from ..setup import check_same_shapes
+from ..setup import check_same_shapes, refuse_saving
 from ..virtual_nodes import share_out
 from .flats import Flat, all_workers, cuts_of
 from .leaves import NodeOrder
@@ -94,7 +93,6 @@ class SharedStates(Units):
         run: Runs an exchange between two steps, which may be repeated where a worker is lost.
         is_behind: Whether this worker's script has not reached the others' position yet.
         moves: How often shares have moved to other workers.
-        is_saving: Whether the runtime itself asks optimizers for their states.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class SharedStates(Units):
         self._kept_nodes: set[int] = set()
         self._knows_order = self._is_alone = False
         self._order_name = self._num_passes = 0  # since the order was learned, alike on all workers
-        self.moves, self.is_saving = 0, False
+        self.moves = 0
         for optimizer in session.optimizers:  # some make it as they are made (Adagrad)
             self.cut(optimizer)
         # Hooks hold what none can copy, and a copy has no share.
@@ -225,40 +223,24 @@ class SharedStates(Units):
         treat(self._modules.values(), how)
 
     def refuse_saving(self) -> None:
-        """Let a script read no ``state_dict`` of slices: files of it would be one worker's share.
-
-        The model's is whole behind ``make_whole``. An optimizer's never is; after the job a script
-        is warned, as it may save its model in the same call.
-        """
+        """Let a script read no ``state_dict`` of slices; see ``setup.refuse_saving``."""
         shapes: dict[Tensor, torch.Size] = {
             p: self.shapes[name].shape for name, p in self._session.parameters.items()
         }
-
-        def of_model(*_: object) -> None:
-            if not (self.is_readable or self._is_open):
-                raise TargetError(
-                    "model.state_dict() is read between steps, where each worker has a slice of "
-                    "each parameter",
-                    hint="call job.sync_buffers() on all workers before",
-                )
-
-        def of_optimizer(optimizer: torch.optim.Optimizer) -> None:
-            if not self.is_saving and any(
+        self._hooks += refuse_saving(
+            self._session.model,
+            self._session.optimizers,
+            lacks=lambda module: (
+                not (self.is_readable or self._is_open) and any(True for _ in module.parameters())
+            ),
+            is_part=lambda optimizer: any(
                 isinstance(value, Tensor) and value.dim() and value.shape != shapes[parameter]
                 for parameter, state in optimizer.state.items()
                 if parameter in shapes
                 for value in state.values()
-            ):
-                said = "optimizer.state_dict() has this worker's share of the states only"
-                hint = f"{option('checkpoint')} and job.checkpoint() save it whole"
-                if not self._session.is_finished:
-                    raise TargetError(said, hint=hint)
-                log.warning(f"{said}; {hint}")
-
-        for module in self._session.model.modules():
-            self._hooks.append(module.register_state_dict_pre_hook(of_model))  # type: ignore[no-untyped-call]
-        for optimizer in self._session.optimizers:
-            optimizer.register_state_dict_pre_hook(of_optimizer)
+            ),
+            is_finished=lambda: self._session.is_finished,
+        )
 
     # Layers
 

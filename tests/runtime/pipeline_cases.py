@@ -5,6 +5,7 @@ another in the same processes; every worker writes what came out.
 """
 
 import os
+import pickle
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -91,7 +92,7 @@ def refused(call):
     return None
 
 
-def calls_of(job, whole, model):
+def calls_of(job, whole, model, optimizer):
     """Calls that only some workers make, or each with its own rows; and uses that are refused."""
     x, made = data().tensors[0], job._engine._evaluation
     found = {"runs": made.num_runs}
@@ -101,6 +102,8 @@ def calls_of(job, whole, model):
         found["own"] = whole(x[job.rank : job.rank + 2])
     found["first layer"] = refused(lambda: whole[0](x))
     found["saving"] = refused(model.state_dict)
+    found["saving the first layer"] = refused(model[0].state_dict)
+    found["saving the optimizer"] = refused(optimizer.state_dict)
     model.train()
     found["training"] = refused(lambda: whole(x))
     model.eval()
@@ -142,7 +145,7 @@ def train(case):
         with job.evaluation() as whole, torch.no_grad():
             losses.append(float(whole(data().tensors[0]).sum()))
             if "calls" in options and job.world_size > 1:
-                calls = calls_of(job, whole, model)
+                calls = calls_of(job, whole, model, optimizer)
             if "normed" in case:
                 reads = refused(lambda: whole[1].running_mean.sum())
     held = (getattr(job._engine, "weight_versions", 0), getattr(job._engine, "activations_held", 0))
@@ -150,6 +153,7 @@ def train(case):
     blocks = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in model.buffers()}
     buffers = sum(blocks.values())
     job.finish()
+    pickle.dumps(model)  # it is the script's again, with no hook
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     told = {"state": state, "losses": losses, "norms": norms, "held": held, "owned": owned}
     return told | {"calls": calls, "buffers": buffers, "reads": reads}

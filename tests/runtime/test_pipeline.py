@@ -236,7 +236,10 @@ def test_workers_evaluate_with_calls_of_their_own(name, worlds) -> None:
         assert found["runs"] == (cases.EPOCHS - 1) * 4 + 1
         refusal = "0 is called by itself, but its parameters are on another worker"
         assert found["first layer"] == (refusal if stage[rank] else None)
-        assert "is called on a part of a model" in found["saving"]
+        assert "model.state_dict() is read between steps" in found["saving"]
+        said = found["saving the first layer"]
+        assert ("model.0.state_dict() is read" in said) if stage[rank] else said is None
+        assert "optimizer.state_dict() has this worker's share" in found["saving the optimizer"]
         assert "is in training mode" in found["training"]
 
 

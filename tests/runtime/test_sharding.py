@@ -1,5 +1,6 @@
 """States that workers share: as one process, through checkpoints, and what is refused."""
 
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -503,19 +504,21 @@ def test_memory_that_a_weight_has_left_is_not_the_weights() -> None:
 
 def test_state_dicts_of_slices_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A file of them would hold one worker's share."""
-    model = nn.Linear(2, 2).bfloat16()
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
     job = hf.prepare(model, optimizer, masters=torch.float32)
     for batch in job.batches(torch.ones(4, 2).bfloat16().split(2)):
         job.backward(lambda x: model(x).square().mean(), batch)
         optimizer.step()
         optimizer.zero_grad()
-    for thing in (model, optimizer):
-        with pytest.raises(TargetError, match=r"state_dict\(\)"):
+    for name, thing in (("model", model), ("model.0", model[0]), ("optimizer", optimizer)):
+        with pytest.raises(TargetError, match=rf"^{name}\.state_dict\(\)"):
             thing.state_dict()
+    assert not model[1].state_dict()
     job.sync_buffers()
-    assert model.state_dict()["weight"].shape == (2, 2)
+    assert model.state_dict()["0.weight"].shape == (2, 2)
     job.finish()
+    pickle.dumps(model)
     optimizer.state_dict()  # beside the model's, which must not be lost
     assert "share of the states only; " in capsys.readouterr().err
 
