@@ -145,15 +145,16 @@ def _hidden(slowest: ReplicaGroup | None) -> str:
 
 
 def _slowest(plan: Plan) -> ReplicaGroup | None:
-    """The group that takes longest; None where a group does not give the time of a pass."""
+    """The group whose passes the step counts; None where a group does not give their time."""
     timed = [group for group in plan.groups if group.pass_seconds is not None]
     if len(timed) < len(plan.groups):
         return None
-    return max(
+    told = plan.predicted
+    parts = (told.compute_seconds, told.load_seconds, told.virtual_node_seconds)
+    counted = sum(seconds or 0.0 for seconds in parts)
+    return min(
         timed,
-        key=lambda group: (
-            group.virtual_nodes * (group.pass_seconds or 0.0) + (group.exposed_seconds or 0.0)
-        ),
+        key=lambda group: abs(group.virtual_nodes * (group.pass_seconds or 0.0) - counted),
     )
 
 

@@ -84,11 +84,15 @@ def own_faults(plan: Plan) -> Iterator[str]:
     ]
     if len(timed) == len(plan.groups) and predicted.compute_seconds is not None:
         longest = max(passes + exposed for passes, exposed in timed)
-        last = [passes for passes, exposed in timed if not differ(passes + exposed, longest)]
-        if all(differ(passes, device) for passes in last):
+        if all(differ(passes, device) for passes, _ in timed):
             yield (
-                f"predicted: compute, loading and virtual nodes take {device} s, "
-                f"but the slowest group takes {max(last)} s"
+                f"predicted: compute, loading and virtual nodes take {device} s, as long as the "
+                "passes of no group"
+            )
+        elif longest > predicted.step_seconds * (1 + TOLERANCE):
+            yield (
+                f"predicted: step_seconds is {predicted.step_seconds}, but a group takes "
+                f"{longest} s before its update"
             )
 
 
@@ -162,39 +166,40 @@ def _prediction_faults(plan: Plan, options: dict[str, DeviceOption]) -> list[str
         definitions.exposed_seconds(option, number, group.virtual_node_batch_size) or 0.0
         for group, option in zip(plan.groups, used, strict=True)
     ]
-    longest = max(seconds + more for (seconds, _), more in zip(work, exposed, strict=True))
     least = max(definitions.split_sync_seconds(option, number) for option in used)
-    ends = [(cost.update_seconds, cost.fixed_seconds) for cost in costs]
-    step = longest + least + max(map(sum, ends))
+    # Of each group: its passes, and what it takes once.
     passes = [
-        (seconds, more, point.step_seconds_error)
-        for (seconds, point), more in zip(work, exposed, strict=True)
+        (seconds, more + cost.update_seconds + cost.fixed_seconds, point.step_seconds_error)
+        for (seconds, point), more, cost in zip(work, exposed, costs, strict=True)
     ]
+    longest = max(seconds + once for seconds, once, _ in passes)
+    step = longest + least
     spread = definitions.spread_seconds(step, passes, [option.step_error for option in used])
     stated, found = plan.predicted, list[list[str]]()
     if stated.compute_seconds is not None:  # then what is not stated apart is 0
         names = ("load_seconds", "virtual_node_seconds", "fixed_seconds")
         stated = replace(stated, **{name: getattr(stated, name) or 0.0 for name in names})
-    for group, (seconds, point), more in zip(plan.groups, work, exposed, strict=True):
+    for group, (_, point), more, cost, (seconds, once, _) in zip(
+        plan.groups, work, exposed, costs, passes, strict=True
+    ):
+        if differ(seconds + once, longest):
+            continue
         load, own = point.load_seconds or 0.0, point.virtual_node_seconds or 0.0
-        for update, fixed in ends:
-            if differ(seconds + more, longest) or differ(update + fixed, max(map(sum, ends))):
-                continue
-            counted = replace(
-                plan.predicted,
-                step_seconds=step,
-                step_seconds_low=None if spread is None else max(0.0, step - spread),
-                step_seconds_high=None if spread is None else step + spread,
-                sync_seconds=least + more,
-                compute_seconds=group.virtual_nodes * (point.step_seconds - load - own),
-                load_seconds=group.virtual_nodes * load,
-                virtual_node_seconds=group.virtual_nodes * own,
-                update_seconds=update,
-                fixed_seconds=fixed,
-            )
-            rounding = max(1e-14 * definitions.fitted_ring_seconds(option) for option in used)
-            rounding = max(rounding, 1e-12 * step)
-            found.append([*unlike(stated, counted, "predicted.", TOLERANCE, rounding)])
+        counted = replace(
+            plan.predicted,
+            step_seconds=step,
+            step_seconds_low=None if spread is None else max(0.0, step - spread),
+            step_seconds_high=None if spread is None else step + spread,
+            sync_seconds=least + more,
+            compute_seconds=group.virtual_nodes * (point.step_seconds - load - own),
+            load_seconds=group.virtual_nodes * load,
+            virtual_node_seconds=group.virtual_nodes * own,
+            update_seconds=cost.update_seconds,
+            fixed_seconds=cost.fixed_seconds,
+        )
+        rounding = max(1e-14 * definitions.fitted_ring_seconds(option) for option in used)
+        rounding = max(rounding, 1e-12 * step)
+        found.append([*unlike(stated, counted, "predicted.", TOLERANCE, rounding)])
     return min(found, key=len)
 
 
@@ -266,21 +271,20 @@ def _weighs_errors(problem: SplitProblem) -> bool:
 
 def _latest_seconds(plan: Plan, problem: SplitProblem) -> float:
     """Return a step in which each type's passes take as long as its error allows."""
-    number, ends, steps = plan.num_devices, [0.0], [0.0]
+    number, steps = plan.num_devices, [0.0]
     for group in plan.groups:
         option = next(one for one in problem.devices if one.device_type == group.device_type)
         costs = definitions.terms(option, number)
         exposed = definitions.exposed_seconds(option, number, group.virtual_node_batch_size)
         seconds = _work(group, costs)[0] * (1 + (option.step_error or 0.0))
-        steps.append(seconds + (exposed or 0.0))
-        ends.append(costs.update_seconds + costs.fixed_seconds)
+        steps.append(seconds + (exposed or 0.0) + costs.update_seconds + costs.fixed_seconds)
     used = {group.device_type for group in plan.groups}
     sync = max(
         definitions.split_sync_seconds(option, number)
         for option in problem.devices
         if option.device_type in used
     )
-    return max(steps) + sync + max(ends)
+    return max(steps) + sync
 
 
 def _widest_spread(problem: SplitProblem) -> float:

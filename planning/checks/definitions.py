@@ -103,8 +103,8 @@ def spread_seconds(
 
     Args:
         step_seconds: The predicted step.
-        passes: For each group: seconds of all its passes, exposed synchronisation seconds at their
-            size, and the relative half width of the passes' confidence interval.
+        passes: For each group: seconds of all its passes, what a device takes once beside them, and
+            the relative half width of the passes' confidence interval.
         step_errors: For each group's type, the relative error of steps computed from their terms.
     """
     ways = []

@@ -40,10 +40,9 @@ def faster(problem: SplitProblem, seconds: float) -> str | None:
     try:
         for used in {used for _, used, _ in _all_splits(problem)}:
             kinds = [options[name] for name in sorted(used)]
-            # The most that any of its splits pays beside passes: if the batch fits into the time
+            # The most that any of its splits pays beside devices: if the batch fits into the time
             # that is then left, one of them is faster for certain.
-            left = limit - max(kind.update_seconds + kind.fixed_seconds for kind in kinds)
-            left -= max(worst[name] for name in used)
+            left = limit - max(worst[name] for name in used)
             if left > 0 and _can_do(kinds, total, left, batch, share):
                 return f"several of {', '.join(sorted(used))}"
     except TooLargeError:
@@ -83,7 +82,7 @@ def replay_faults(
     if (alone := _alone_within(problem, limit, share)) is not None:
         return [f"proof.certificate: {alone} takes less than {seconds} s"]
     options = {option.device_type: option for option in problem.devices}
-    left = [-inf] * len(refuted)  # the most time for passes in any split of each set
+    left = [-inf] * len(refuted)  # the most time for a device in any split of each set
     # The smallest set that holds a split leaves the larger ones the fewest to refute.
     by_size = sorted(enumerate(refuted), key=lambda entry: len(entry[1].device_types))
     holding: dict[frozenset[str], list[tuple[int, RefutedSplits]]] = {}
@@ -109,7 +108,7 @@ def replay_faults(
 
 
 def _all_splits(problem: SplitProblem) -> Iterator[tuple[int, frozenset[str], float]]:
-    """Yield (devices, types, seconds beside passes) of sets of all splits on two or more."""
+    """Yield (devices, types, seconds beside devices) of sets of all splits on two or more."""
     batch = problem.global_batch_size
     sizes = range(1, batch + 1)
     if problem.virtual_nodes:
@@ -119,14 +118,13 @@ def _all_splits(problem: SplitProblem) -> Iterator[tuple[int, frozenset[str], fl
         for option in problem.devices
         if any(point.batch_size in sizes for point in option.batch_curve)
     }
-    closing = {name: o.update_seconds + o.fixed_seconds for name, o in options.items()}
-    # The slowest synchronisation and the slowest update of a split tell which types it may use.
+    # The slowest synchronisation of a split tells which types it may use.
     for number in range(2, sum(option.num_devices for option in options.values()) + 1):
         sync = {name: definitions.split_sync_seconds(o, number) for name, o in options.items()}
-        for slowest, last in {(a, b) for a in sync.values() for b in closing.values()}:
-            used = frozenset(n for n in options if sync[n] <= slowest and closing[n] <= last)
+        for slowest in {*sync.values()}:
+            used = frozenset(name for name in options if sync[name] <= slowest)
             if sum(options[name].num_devices for name in used) >= number:
-                yield number, used, slowest + last
+                yield number, used, slowest
 
 
 def whole_sets(problem: SplitProblem) -> tuple[RefutedSplits, ...]:
@@ -148,9 +146,10 @@ def _can_do(
         passes = []
         for point in option.batch_curve:
             # Whatever the number of devices, two or more: exposed seconds are the same.
-            exposed = definitions.exposed_seconds(option, 2, point.batch_size) or 0.0
-            most = int(max(0.0, seconds - exposed) / point.step_seconds)
-            most += (most + 1) * point.step_seconds + exposed <= seconds  # division rounds
+            once = definitions.exposed_seconds(option, 2, point.batch_size) or 0.0
+            once += option.update_seconds + option.fixed_seconds
+            most = int(max(0.0, seconds - once) / point.step_seconds)
+            most += (most + 1) * point.step_seconds + once <= seconds  # division rounds
             most = min(most, (batch - 1) // point.batch_size)  # another device does a sample
             if most and share in (None, point.batch_size):
                 passes.append((point.batch_size, most))

@@ -11,6 +11,7 @@ from ...schema.profile import SHORTEST_PASS_SECONDS, BatchPoint, BusyHost, Profi
 from .comm import exposed_seconds, least_seconds, sync_seconds
 from .compute import point_at
 from .observed import Measured, Run, Worker, together, workers_of
+from .split import closing_seconds
 
 _SAME = 1e-9
 """Of the whole: what differs by less is the same number, computed in another order."""
@@ -247,7 +248,7 @@ def _with_peaks(profile: Profile, workers: Sequence[Worker]) -> Profile:
 def _with_sync(
     name: str, folded: dict[str, Profile], before: dict[str, Profile], seen: Sequence[_Seen]
 ) -> Profile:
-    """Synchronisation: what is left of a step beside its slowest worker and its update."""
+    """Synchronisation: what is left of a step beside its slowest worker."""
     # Where the profile tells sizes apart, all of them are moved by as much.
     profile = folded[name]
     mine = [
@@ -281,14 +282,13 @@ def _with_sync(
 
 
 def _left(run: _Seen, profiles: dict[str, Profile]) -> float:
-    own, updates = [], []
+    own = []
     for worker in run.workers:
         costs = _costs_of(worker, profiles[worker.device_type])
         seconds = point_at(costs.batch_curve, worker.batch_size).step_seconds
         exposed = exposed_seconds(profiles[worker.device_type].sync, worker.batch_size) or 0.0
-        own.append(worker.virtual_nodes * seconds + exposed + costs.fixed_seconds)
-        updates.append(costs.update_seconds)
-    return run.step_seconds - max(own) - max(updates)
+        own.append(worker.virtual_nodes * seconds + exposed + closing_seconds(costs))
+    return run.step_seconds - max(own)
 
 
 def _costs_of(worker: Worker, profile: Profile) -> _Costs:

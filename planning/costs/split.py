@@ -13,15 +13,20 @@ from .compute import point_at
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a group does: its passes, the point of the curve that they are of, its own sync."""
+    """What a group does: its passes, the point of the curve that they are of, its own rest."""
 
     count: int
     point: BatchPoint
+    costs: DeviceCosts
     exposed_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.count * self.point.step_seconds + self.exposed_seconds
+        return self.count * self.point.step_seconds + self.rest_seconds
+
+    @property
+    def rest_seconds(self) -> float:
+        return self.exposed_seconds + closing_seconds(self.costs)
 
     @property
     def latest_seconds(self) -> float | None:
@@ -29,7 +34,7 @@ class _Work:
         error = self.point.step_seconds_error
         if error is None:
             return None
-        return self.count * self.point.step_seconds * (1 + error) + self.exposed_seconds
+        return self.count * self.point.step_seconds * (1 + error) + self.rest_seconds
 
 
 def closing_seconds(costs: DeviceCosts) -> float:
@@ -38,14 +43,14 @@ def closing_seconds(costs: DeviceCosts) -> float:
 
 
 def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction:
-    """Predict a step: the slowest device, plus synchronisation, plus what closes the step.
+    """Predict a step: the slowest device, plus synchronisation.
 
-    ``max_i (v_i t_i(b_i / v_i) + e_i(b_i / v_i)) + sync(n) + max (update + fixed)``, the last two
-    over the device types in use; nothing is synchronised on a single device. ``e_i`` is what more
-    of the synchronisation is exposed at that size than at the best (``exposed_seconds``, in
-    ``sync_seconds`` of the prediction). Curves, updates and fixed costs are those of a device
-    alone where the plan has one in all, else those of a busy host. The slowest device's time is
-    told in parts where its profile tells them.
+    ``max_i (v_i t_i(b_i / v_i) + e_i(b_i / v_i) + update_i + fixed_i) + sync(n)``; nothing is
+    synchronised on a single device. A device begins its next passes when its own update has ended:
+    it waits for others in the sums alone. ``e_i`` is what more of the synchronisation is exposed at
+    that size than at the best (``exposed_seconds``, in ``sync_seconds`` of the prediction). Curves,
+    updates and fixed costs are those of a device alone where the plan has one in all, else those of
+    a busy host. The slowest device's time is told in parts where its profile tells them.
 
     Raises:
         ProblemError: A group names a type or a size that the problem does not have.
@@ -58,6 +63,7 @@ def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction
         _Work(
             group.virtual_nodes,
             point_at(cost.batch_curve, group.virtual_node_batch_size),
+            cost,
             (exposed_seconds(option.sync, group.virtual_node_batch_size) or 0.0)
             if num_devices > 1
             else 0.0,
@@ -66,8 +72,7 @@ def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction
     ]
     slowest = max(work, key=lambda one: one.seconds)
     sync = max(sync_seconds(option, num_devices) for option in options)
-    last = max(costs, key=closing_seconds)
-    step = slowest.seconds + sync + closing_seconds(last)
+    step = slowest.seconds + sync
     samples = sum(group.num_devices * group.device_batch_size for group in used)
     half = _half_width_seconds(step, work, [option.step_error for option in options])
     return Prediction(
@@ -76,9 +81,9 @@ def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction
         compute_seconds=slowest.count * slowest.point.pass_seconds,
         load_seconds=_times(slowest.count, slowest.point.load_seconds),
         virtual_node_seconds=_times(slowest.count, slowest.point.virtual_node_seconds),
-        fixed_seconds=last.fixed_seconds or None,
+        fixed_seconds=slowest.costs.fixed_seconds or None,
         sync_seconds=sync + slowest.exposed_seconds,
-        update_seconds=last.update_seconds,
+        update_seconds=slowest.costs.update_seconds,
         step_seconds_low=None if half is None else max(0.0, step - half),
         step_seconds_high=None if half is None else step + half,
     )

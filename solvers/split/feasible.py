@@ -1,10 +1,10 @@
 """Decide whether devices can share out a batch exactly, each within a given time.
 
-This is the core of the batch split. Within T seconds of compute a device of type i can do the
-amounts ``{v s : v t_i(s) <= T}`` of samples; the question is whether one amount of each device adds
-up to B. The answer is exact, by subset sums on bitsets. Near the optimum the devices are almost
-full, so the sums are taken over the samples that each device could still do: a few bits in place of
-B bits.
+This is the core of the batch split. Within T seconds a device of type i can do the
+amounts ``{v s : v t_i(s) + rest <= T}`` of samples; the question is whether one amount of each
+device adds up to B. The answer is exact, by subset sums on bitsets. Near the optimum the devices
+are almost full, so the sums are taken over the samples that each device could still do: a few bits
+in place of B bits.
 
     B = 12, T = 4 s: A does {0, 2, 4, 6, 8}, B {0, 2, 4}; both full do 12, so nothing is undone
     B = 10: 2 of 12 stay undone; undone sets up to 2 are {0, 2} of A and {0, 2} of B
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...planning.costs.comm import exposed_seconds
+from ...planning.costs.split import closing_seconds
 from ...schema.plan import ReplicaGroup, device_group
 from ...schema.problem import DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
@@ -39,8 +40,8 @@ class SplitPool:
         counts: Devices of each type.
         sizes: [entries] samples per pass, s.
         seconds: [entries] time per pass, t_i(s).
-        exposed: [entries] what synchronisation adds at that size beyond the least, e_i(s): once
-            for a device, however many passes it makes.
+        rests: [entries] what a device takes once, however many passes it makes: what
+            synchronisation adds at that size beyond the least, e_i(s), its update and fixed cost.
         limits: [entries] most passes of one of several devices, floor((B - 1) / s).
         starts: [types] first entry of each type.
     """
@@ -54,9 +55,9 @@ class SplitPool:
         self.counts = tuple(option.num_devices for option, _ in self.options)
         self.sizes = np.array([point.batch_size for point in flat], dtype=np.int64)
         self.seconds = np.array([point.step_seconds for point in flat], dtype=np.float64)
-        self.exposed = np.array(
+        self.rests = np.array(
             [
-                exposed_seconds(option.sync, point.batch_size) or 0.0
+                (exposed_seconds(option.sync, point.batch_size) or 0.0) + closing_seconds(option)
                 for option, points in self.options
                 for point in points
             ],
@@ -69,8 +70,8 @@ class SplitPool:
         self.ends = np.cumsum(lengths).astype(np.int64)
 
     def passes(self, seconds: float) -> Ints:
-        """[entries] the most passes of each size within ``seconds``, what is exposed included."""
-        left = np.maximum(seconds - self.exposed, 0.0)
+        """[entries] the most passes of each size within ``seconds``, with what comes once."""
+        left = np.maximum(seconds - self.rests, 0.0)
         capped = np.minimum(left / self.seconds, self.limits)
         fit: Ints = capped.astype(np.int64)
         # Division may round across a whole number either way, so the times themselves decide.
@@ -80,8 +81,8 @@ class SplitPool:
         return capped_fit
 
     def device_seconds(self, passes: Ints) -> npt.NDArray[np.float64]:
-        """[entries] how long a device takes for ``passes`` of each size: v t_i(s) + e_i(s)."""
-        found: npt.NDArray[np.float64] = passes * self.seconds + self.exposed
+        """[entries] how long a device takes for ``passes`` of each size: v t_i(s) + rest."""
+        found: npt.NDArray[np.float64] = passes * self.seconds + self.rests
         return found
 
     def tops(self, passes: Ints) -> list[int]:

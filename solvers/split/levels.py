@@ -1,17 +1,17 @@
 """Levels of a batch split: which types and how many devices may be used, and what that adds.
 
-The costs of synchronisation, updates and each step's fixed part depend only on the set of used
-types and on the number of devices. They do not depend on the batch's shares, and never fall when a
-type or a device is added. So a level stands for all plans on a subset of its types and devices.
-Within a level the least compute time in which the batch fits is one of finitely many candidates.
+The cost of synchronisation, beside what is each device's own, depends only on the set of used types
+and on the number of devices. It does not depend on the batch's shares, and never falls when a type
+or a device is added. So a level stands for all plans on a subset of its types and devices. Within a
+level the least time of devices in which the batch fits is one of finitely many candidates.
 
     12 samples on an A (2 a second) and a B (1 a second); alone they take 6 and 12 s
     the level of both adds 1.5 s of synchronisation; if samples were fluid, its passes would take
     12 / (2 + 1) = 4 s, so its bound is 5.5 s: less than 6, so it is searched
 
 Levels are searched in the order of these bounds; the first whose bound is no less than the best
-plan ends the search. Sets of types are those below a limit on synchronisation and one on updates:
-at most types^2 sets for each number of devices.
+plan ends the search. Sets of types are those below a limit on synchronisation: at most one a type
+for each number of devices.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """At most ``num_devices`` of ``counts``; the overhead is all of their step but the passes."""
+    """At most ``num_devices`` of ``counts``; the overhead is their step beside a device's own."""
 
     counts: tuple[int, ...]
     num_devices: int
@@ -72,14 +72,14 @@ def single_devices(problem: SplitProblem) -> list[OnOneDevice]:
 
 
 def first_bound(pool: SplitPool, level: Level) -> float:
-    """Compute time if work could be divided at will: B over the fastest devices' rates."""
+    """Devices' time if work could be divided at will: B over the fastest devices' rates."""
     rates = np.maximum.reduceat(pool.sizes / pool.seconds, pool.starts)
     total, left = 0.0, level.num_devices
     for rate, count in sorted(zip(rates.tolist(), level.counts, strict=True), reverse=True):
         total += rate * min(left, count)
         left -= min(left, count)
     # Rounding must not make a bound of it that the optimum breaks.
-    return pool.batch / total * (1 - 1e-12)
+    return (pool.batch / total + _least_rest(pool, level.counts)) * (1 - 1e-12)
 
 
 def holds(pool: SplitPool, level: Level, seconds: float) -> bool:
@@ -95,19 +95,18 @@ def holds(pool: SplitPool, level: Level, seconds: float) -> bool:
 def type_sets(
     pool: SplitPool,
 ) -> Iterator[tuple[tuple[int, ...], Floats, npt.NDArray[np.int64]]]:
-    """Yield the sets of types of which each costs, beside passes, what no other type costs less.
+    """Yield the sets of types whose synchronisation costs no more than that of one of them.
 
     Yields:
-        Counts of the set's types; [columns] what its plans cost beside passes, at most; and
+        Counts of the set's types; [columns] what its plans cost beside devices, at most; and
         [columns] the number of devices of which that is so.
     """
-    closing = np.array([closing_seconds(option) for option, _ in pool.options])
     sync, numbers = _sync_table(pool, sum(pool.counts))
-    for kinds in _subsets(sync, closing):
+    for kinds in _subsets(sync):
         counts = tuple(n if kind in kinds else 0 for kind, n in enumerate(pool.counts))
         # What the dearest type of the set costs is what all its plans pay at most, so sets are
         # told apart by it.
-        overheads = sync[sorted(kinds)].max(axis=0) + closing[sorted(kinds)].max()
+        overheads = sync[sorted(kinds)].max(axis=0)
         yield counts, overheads, np.minimum(numbers, sum(counts))
 
 
@@ -148,15 +147,14 @@ def _sync_table(pool: SplitPool, total: int) -> tuple[Floats, npt.NDArray[np.int
     return np.array(table), np.arange(2, total + 1, dtype=np.int64)
 
 
-def _subsets(sync: Floats, closing: Floats) -> list[frozenset[int]]:
-    """The sets of types below some bound on synchronisation and some on update + fixed cost."""
-    # Below each pair of limits all types are cheap enough at no cost: only such sets can be best.
-    bits = 1 << np.arange(len(closing), dtype=np.int64)
+def _subsets(sync: Floats) -> list[frozenset[int]]:
+    """The sets of types below some bound on synchronisation."""
+    # Below each limit all types are cheap enough at no cost: only such sets can be best.
+    bits = 1 << np.arange(len(sync), dtype=np.int64)
     within = [((sync <= row) * bits[:, None]).sum(axis=0) for row in sync]
-    cheap = [int(((closing <= most) * bits).sum()) for most in closing]
-    masks = {int(mask) & most for row in within for mask in np.unique(row) for most in cheap}
+    masks = {int(mask) for row in within for mask in np.unique(row)}
     return [
-        frozenset(kind for kind in range(len(closing)) if mask >> kind & 1)
+        frozenset(kind for kind in range(len(sync)) if mask >> kind & 1)
         # Larger sets first: of equal bounds they hold the most plans.
         for mask in sorted(masks, reverse=True)
         if mask
@@ -168,14 +166,20 @@ def _compute_bounds(pool: SplitPool, counts: tuple[int, ...]) -> Floats:
     rates = np.maximum.reduceat(pool.sizes / pool.seconds, pool.starts)
     order = np.argsort(-rates, kind="stable")
     each = np.repeat(rates[order], np.array(counts)[order])
-    bounds: Floats = pool.batch / np.cumsum(each) * (1 - 1e-12)
+    bounds: Floats = (pool.batch / np.cumsum(each) + _least_rest(pool, counts)) * (1 - 1e-12)
     return bounds
+
+
+def _least_rest(pool: SplitPool, counts: tuple[int, ...]) -> float:
+    """What each device of ``counts`` takes once, at least."""
+    least = np.minimum.reduceat(pool.rests, pool.starts)
+    return float(min(least[kind] for kind, count in enumerate(counts) if count))
 
 
 def least_seconds(
     pool: SplitPool, level: Level, cutoff: float, floor: float = 0.0
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The least compute time within a level, and device counts that reach it.
+    """The least time of devices within a level, and device counts that reach it.
 
     Gives up above ``cutoff``; ``floor`` is a known lower bound.
     """
@@ -234,7 +238,7 @@ def bisect(times: list[float], fits: Callable[[float], bool]) -> float:
 
 
 def candidates(pool: SplitPool, below: float, above: float) -> list[float]:
-    """Every v t_i(s) + e_i(s) from the last one at or under ``below`` to the last under ``above``.
+    """Every v t_i(s) + rest from the last one at or under ``below`` to the last under ``above``.
 
     One at ``above`` is among them.
     """
@@ -242,13 +246,13 @@ def candidates(pool: SplitPool, below: float, above: float) -> list[float]:
     count = pool.passes(above) - first + 1
     keep = count > 0
     first, count = first[keep], count[keep]
-    seconds, exposed = pool.seconds[keep], pool.exposed[keep]
+    seconds, rests = pool.seconds[keep], pool.rests[keep]
     # All passes of each size between both times, as one flat array: ``offsets`` restarts at 0 for
     # each size.
     offsets = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     passes = np.repeat(first, count) + offsets
     times: list[float] = np.unique(
-        passes * np.repeat(seconds, count) + np.repeat(exposed, count)
+        passes * np.repeat(seconds, count) + np.repeat(rests, count)
     ).tolist()
     return times
 

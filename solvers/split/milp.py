@@ -7,6 +7,8 @@ of the measurements is not considered.
     12 samples on an A (passes of 2: 1 s) and a B (passes of 2: 2 s), with v_A, v_B whole numbers
     minimise T + sync, so that v_A <= T, 2 v_B <= T, 2 v_A + 2 v_B = 12: v_A = 4, v_B = 2, T = 4
 
+T holds what a device takes once, too: its update, and what is exposed of its sums.
+
 Each device that takes part has one binary variable for each of its measured sizes, so the program
 grows with devices, not with types; equal devices make it symmetric, and slow.
 """
@@ -158,8 +160,7 @@ def _build(
     singles: list[_Single],
     unit: float,
 ) -> Any:
-    compute = program.variable("compute")
-    update = program.variable("update")  # with the fixed cost of a step
+    device_seconds = program.variable("device")
     sync = program.variable("sync")
     total = program.total
     samples = [term for device in devices for term in _samples(device)]
@@ -173,11 +174,11 @@ def _build(
             program.require(passes <= most * run)
             program.require(passes >= run)
         times = [p.step_seconds / unit for p in device.points]
-        exposed = [_exposed(device.option, p) / unit for p in device.points]
-        own = [*zip(times, device.passes, strict=True), *zip(exposed, device.runs, strict=True)]
-        # What is exposed counts once a device, with y.
-        program.require(compute >= total([(s, one) for s, one in own if s]))
-        program.require(update >= closing_seconds(device.option) / unit * used)
+        closing = closing_seconds(device.option)
+        rests = [(_exposed(device.option, p) + closing) / unit for p in device.points]
+        own = [*zip(times, device.passes, strict=True), *zip(rests, device.runs, strict=True)]
+        # What comes once a device counts with y.
+        program.require(device_seconds >= total([(s, one) for s, one in own if s]))
     # Of the n! orders of equal devices one is left: the program is smaller by that.
     for first, second in zip(devices, devices[1:], strict=False):
         if first.option is second.option:  # of equal devices an earlier one does at least as much
@@ -185,7 +186,7 @@ def _build(
     if devices:
         _require_sync(program, devices, sync, unit)
     alone = [(single.plan.step_seconds / unit, single.takes) for single in singles]
-    return total([(1, compute), (1, sync), (1, update), *alone])
+    return total([(1, device_seconds), (1, sync), *alone])
 
 
 def _exposed(option: DeviceOption, point: BatchPoint) -> float:

@@ -1,10 +1,10 @@
 """Split a global batch over unlike devices, exactly and fast.
 
-VirtualFlow 5.1.2 minimises the compute time of the slowest device, plus synchronisation, plus the
-largest update. The paper does not describe its solver. This one searches the finite set of
-candidate compute times; for each, subset sums (feasible.py) decide whether the batch can be shared
-out. Synchronisation, updates and fixed costs depend only on the types in use and on the number of
-devices: these choices are the levels (levels.py), tried in order of a lower bound.
+VirtualFlow 5.1.2 minimises the time of the slowest device, plus synchronisation. The paper does not
+describe its solver. This one searches the finite set of candidate times of a device; for each,
+subset sums (feasible.py) decide whether the batch can be shared out. Synchronisation depends only
+on the types in use and on the number of devices: these choices are the levels (levels.py), tried in
+order of a lower bound.
 
     batch 12 on an A (passes of 2 samples: 1 s) and a B (passes of 2: 2 s)
     candidates are 1, 2, 3, 4, ... s; within 3 s A does up to 6, B up to 2: 8 < 12

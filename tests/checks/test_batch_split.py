@@ -78,7 +78,8 @@ A, B = PLAN.groups
 ALONE = [
     (predicted(step_seconds=3.25 + 1e-8), "add up to 3.25 s"),
     (predicted(samples_per_second=6.0), "is not the global batch of 20"),
-    (predicted(compute_seconds=1.9, step_seconds=3.15), "the slowest group takes 2.0 s"),
+    (predicted(compute_seconds=1.9, step_seconds=3.15), "as long as the passes of no group"),
+    (groups(replace(A, pass_seconds=2.0), B), "a group takes 4.0 s before its update"),
     (proof(objective=3.2, lower_bound=3.2), "is not the predicted step time"),
     (proof(lower_bound=None, gap=None), "optimal without a lower_bound"),
     (proof(lower_bound=3.3), "is above the objective"),

@@ -140,12 +140,13 @@ def test_only_sizes_within_the_memory_fit() -> None:
     assert [p.batch_size for p in fitting_points(CURVE, 150)] == [8, 12]
 
 
-def test_a_step_is_the_slowest_device_plus_sync_plus_update() -> None:
+def test_a_step_is_the_slowest_device_with_its_update_plus_sync() -> None:
     problem = SplitProblem(
         model="m",
         global_batch_size=64,
         devices=(option("A", sync=LINK), option("B", update_seconds=0.75)),
     )
+    late = option("B", update_seconds=3.5, fixed_seconds=0.25)
     groups = [
         whole_group(
             device_type=name,
@@ -159,9 +160,13 @@ def test_a_step_is_the_slowest_device_plus_sync_plus_update() -> None:
     found = predict(problem, groups)
     assert found.compute_seconds == pytest.approx(4.8)
     assert found.sync_seconds == pytest.approx(3.0)
-    assert found.update_seconds == 0.75
-    assert found.step_seconds == pytest.approx(4.8 + 3.0 + 0.75)
-    assert found.samples_per_second == pytest.approx(64 / 8.55)
+    assert found.update_seconds == 0.5  # B's longer one ends beside A's passes
+    assert found.step_seconds == pytest.approx(4.8 + 3.0 + 0.5)
+    assert found.samples_per_second == pytest.approx(64 / 8.3)
+    found = predict(replace(problem, devices=(problem.devices[0], late)), groups)
+    told = (found.compute_seconds, found.update_seconds, found.fixed_seconds)
+    assert told == (2.0, 3.5, 0.25)
+    assert found.step_seconds == pytest.approx(2.0 + 3.5 + 0.25 + 3.0)
     with pytest.raises(ProblemError, match="no device of type 'B'"):
         predict(SplitProblem(model="m", global_batch_size=64, devices=(option("A"),)), groups)
 

@@ -55,9 +55,10 @@ PLAN = split_plan(
 
 
 def test_synchronisation_names_the_size_that_hides_it_where_sizes_differ() -> None:
-    """The slowest device is the one whose sums come last: 3 x 10 ms and 12 more."""
-    late = replace(FAST, exposed_seconds=0.012)
-    found = explain(with_groups(PLAN, groups=(late, replace(SLOW, exposed_seconds=0.001))))
+    """The slowest device is the one whose sums come last: 4 x 10 ms and 12 more."""
+    late = replace(FAST, pass_seconds=0.04 / 3, exposed_seconds=0.012)
+    other = replace(SLOW, pass_seconds=0.021, exposed_seconds=0.001)
+    found = explain(with_groups(PLAN, groups=(other, late)))
     assert found.terms[0].name == "passes on the slowest A"
     assert [t.note for t in found.terms if "synchron" in t.name] == ["behind passes of 8 samples"]
     assert [t.note for t in explain(PLAN).terms if "synchron" in t.name] == [""]

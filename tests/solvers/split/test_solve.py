@@ -121,7 +121,7 @@ def every_split(problem: SplitProblem) -> list[Told]:
     }
     for kind, option in enumerate(problem.devices):
         work = [
-            (samples, passes, seconds + exposed(option, samples // passes))
+            (samples, passes, seconds + once(option, samples // passes))
             for samples, passes, seconds in device_work(problem, option.batch_curve)
         ]
         for _ in range(option.num_devices):
@@ -163,9 +163,12 @@ def brute_force(problem: SplitProblem) -> float | None:
 
 
 def overhead(problem: SplitProblem, used: int, kinds: frozenset[int]) -> float:
-    chosen = [problem.devices[kind] for kind in kinds]
-    exposed = max(synchronisation(option, used) for option in chosen)
-    return exposed + max(option.update_seconds + option.fixed_seconds for option in chosen)
+    return max(synchronisation(problem.devices[kind], used) for kind in kinds)
+
+
+def once(option: DeviceOption, size: int) -> float:
+    """What a device takes beside its passes, however many these are."""
+    return exposed(option, size) + option.update_seconds + option.fixed_seconds
 
 
 def exposed(option: DeviceOption, size: int) -> float:
@@ -286,7 +289,7 @@ def nominal_and_latest(problem: SplitProblem) -> set[tuple[float, float]]:
     }
     for kind, option in enumerate(problem.devices):
         work = [
-            (samples, seconds, exposed(option, samples // passes))
+            (samples, seconds, once(option, samples // passes))
             for samples, passes, seconds in device_work(problem, option.batch_curve)
         ]
         for _ in range(option.num_devices):
@@ -336,7 +339,7 @@ def test_of_estimated_types_the_plan_that_is_least_late_is_taken(
     number = plan.num_devices
     late = max(
         group.virtual_nodes * group.pass_seconds * (1 + of_error[group.device_type])
-        + (exposed(kinds[group.device_type], group.virtual_node_batch_size) if number > 1 else 0.0)
+        + (once(kinds[group.device_type], group.virtual_node_batch_size) if number > 1 else 0.0)
         for kinds in [{option.device_type: option for option in devices}]
         for group in plan.groups
     )
