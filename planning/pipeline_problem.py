@@ -239,6 +239,8 @@ def layers_of_graph(
         done.add(ready.id)
         left.remove(ready)
     position = {node.id: index for index, node in enumerate(order)}
+    # In another order the first layer that saves an output may be another one.
+    is_sorted = order == [*graph.nodes]
     layers = tuple(
         PipelineLayer(
             id=node.id,
@@ -248,6 +250,14 @@ def layers_of_graph(
             shared_with=node.shared_with,
             shared_weight_bytes=node.shared_weight_bytes or 0,
             halved_bytes=_halved(node),
+            saved_later=tuple(
+                (position[name], size) for name, size in (node.saved_later or {}).items()
+            )
+            if is_sorted
+            else (),
+            padding_bytes=node.padding_bytes or 0,
+            buffer_bytes=node.buffer_bytes or 0,
+            statistics_bytes=node.statistics_bytes or 0,
         )
         for node in order
     )

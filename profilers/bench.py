@@ -21,7 +21,7 @@ from ..runtime.emulation import PassHolder
 from ..runtime.nested_tensors import tensors_in
 from ..schema.errors import TargetError
 from .batch_curve import SizeResult
-from .layer_memory import footprint
+from .layer_memory import buffer_bytes, footprint, in_blocks
 from .targets import Workload, one_line
 from .timing import RepeatPolicy, RepeatTiming, repeat
 
@@ -173,16 +173,10 @@ class Bench:
         # virtual node of what passes change: batch norm's statistics. One virtual node is counted.
         if not taken:
             return 0
-        from torch.nn.modules.batchnorm import _NormBase
-
         own: int = max(taken["pass_bytes"], taken["update_bytes"])
         waiting: int = taken["buffered_pass_bytes"]
-        copies = sum(_in_blocks(tensor.nbytes) for tensor in tensors_in(batch))
-        copies += sum(
-            _in_blocks(buffer.nbytes) * (1 + isinstance(module, _NormBase))
-            for module in self.model.modules()
-            for buffer in module.buffers(recurse=False)
-        )
+        copies = sum(in_blocks(tensor.nbytes) for tensor in tensors_in(batch))
+        copies += sum(buffer_bytes(self.model))
         return COMPARED_BYTES + copies + max(0, waiting - own)
 
     def _taking(self) -> Callable[[], tuple[int, int]]:
@@ -351,11 +345,6 @@ def tensor_bytes(value: Any) -> int:
     if isinstance(value, tuple | list):
         return sum(map(tensor_bytes, value))
     return int(value.numel() * value.element_size()) if hasattr(value, "element_size") else 0
-
-
-def _in_blocks(num_bytes: int) -> int:
-    """What an accelerator's allocator takes for a tensor of so many bytes."""
-    return -(-num_bytes // 512) * 512
 
 
 def _described(value: object) -> str:

@@ -16,6 +16,9 @@ from typing import Any
 from ..devices.backend import backend_of
 from ..runtime.nested_tensors import storage_key
 
+BLOCK_BYTES = 512
+"""Of an accelerator's memory, as torch's allocators give it to tensors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -81,13 +84,15 @@ class StorageLedger:
     Args:
         standing: Tensors that are there anyway: parameters and buffers.
         given: The model's own inputs, which every device holds.
+        block_bytes: Allocators give memory in blocks of so many bytes.
     """
 
-    def __init__(self, standing: Iterable[Any], given: Iterable[Any]) -> None:
+    def __init__(self, standing: Iterable[Any], given: Iterable[Any], block_bytes: int = 1) -> None:
+        self._block = block_bytes
         self._standing = {storage_key(tensor) for tensor in standing}
         self._root: dict[int, int | None] = {storage_key(tensor): None for tensor in given}
         self._owner: dict[int, tuple[str, int]] = {}
-        self._kept: set[int] = set()
+        self._saver: dict[int, str] = {}  # by storage, the first layer that saves it
         self._inner: dict[str, int] = {}
         # Storages are named by address: as long as the ledger lives, none may be given twice.
         self._alive: list[Any] = []
@@ -132,7 +137,7 @@ class StorageLedger:
             key = storage_key(tensor)
             self._root.setdefault(key, names.get(key, key))
             if key not in names:
-                self._owner[key] = (layer, tensor.untyped_storage().nbytes())
+                self._owner[key] = (layer, self._size(tensor.untyped_storage()))
             self._alive.append(tensor.untyped_storage())
         self._inner[layer] = self._inner.get(layer, 0)
         for key, storage in saved.items():
@@ -141,24 +146,61 @@ class StorageLedger:
                 continue
             root = names.get(key, key)
             if root is not None and root in self._owner:
-                self._kept.add(root)
+                self._saver.setdefault(root, layer)
             elif root is not None and key not in names:
-                self._inner[layer] += storage.nbytes()
+                self._inner[layer] += self._size(storage)
         return answer
 
     def _root_of(self, tensor: Any, before: str | None) -> int | None:
         key = storage_key(tensor)
         if key not in self._root and before is not None and key not in self._standing:
             self._root[key] = key
-            self._owner[key] = (before, tensor.untyped_storage().nbytes())
+            self._owner[key] = (before, self._size(tensor.untyped_storage()))
             self._alive.append(tensor.untyped_storage())
         return self._root.get(key)
+
+    def _size(self, storage: Any) -> int:
+        return in_blocks(storage.nbytes(), self._block)
 
     @property
     def stashed_bytes(self) -> dict[str, int]:
         """By layer, what a microbatch in flight keeps."""
         found = dict(self._inner)
-        for key in self._kept:
+        for key in self._saver:
             layer, size = self._owner[key]
             found[layer] = found.get(layer, 0) + size
         return found
+
+    def saved_later(self, layer: str) -> dict[str, int]:
+        """Bytes of a layer's outputs that it does not save, by the first layer that does."""
+        found: dict[str, int] = {}
+        for key, saver in self._saver.items():
+            maker, size = self._owner[key]
+            if layer == maker != saver:
+                found[saver] = found.get(saver, 0) + size
+        return found
+
+
+def in_blocks(num_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """What an allocator takes for a tensor of so many bytes."""
+    return -(-num_bytes // block_bytes) * block_bytes
+
+
+def buffer_bytes(
+    module: Any, block_bytes: int = BLOCK_BYTES, owners: Iterable[Any] = ()
+) -> tuple[int, int]:
+    """Bytes of a module's buffers, and of those that passes change: batch norm's statistics.
+
+    Where a module reads buffers that it does not own, ``owners`` are the modules that do.
+    """
+    from torch.nn.modules.batchnorm import _NormBase
+
+    norms = {id(buffer) for owner in owners if isinstance(owner, _NormBase)
+             for buffer in owner.buffers(recurse=False)}  # fmt: skip
+    found = changed = 0
+    for child in module.modules():
+        for buffer in child.buffers(recurse=False):
+            size = in_blocks(buffer.nbytes, block_bytes)
+            found += size
+            changed += size * (isinstance(child, _NormBase) or id(buffer) in norms)
+    return found, changed

@@ -3,7 +3,7 @@
 Alone, because hooks on the whole model time the first layer's backward as nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..runtime.nested_tensors import mapped, storage_key, tensors_in
 from .bench import Bench
-from .layer_memory import Footprint, StorageLedger, footprint
+from .layer_memory import BLOCK_BYTES, Footprint, StorageLedger, buffer_bytes, footprint, in_blocks
 
 if TYPE_CHECKING:
     from ..runtime.pipeline.cores import Between
@@ -305,8 +305,10 @@ def traced_rows(
             for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
             if is_own
         )
-        weights = weight_row(layer.id, part.module.parameters(), held)
-        rows.append({"id": layer.id, "op": layer.op, **row, **weights})
+        block = block_bytes_of(bench)
+        weights = weight_row(layer.id, part.module.parameters(), held, block)
+        row |= weights | buffer_row(part.module, block, part.buffers)
+        rows.append({"id": layer.id, "op": layer.op, **row})
     return rows, [list(edge) for edge in layered.edges]
 
 
@@ -386,8 +388,11 @@ def chosen(own: list[bool], answer: Any) -> list[Any]:
     return tensors_in([value for value, is_own in zip(answer, own, strict=True) if is_own])
 
 
-def weight_row(layer: str, parameters: Any, held: dict[int, str]) -> Row:
-    """A layer's weight bytes; what an earlier layer holds (``held``, by identity) is shared."""
+def weight_row(layer: str, parameters: Any, held: dict[int, str], block_bytes: int) -> Row:
+    """A layer's weight bytes; what an earlier layer holds (``held``, by identity) is shared.
+
+    The allocator gives memory in blocks of ``block_bytes``.
+    """
     given = list(parameters)
     used = {id(p): p for p in given if p.requires_grad}
     frozen = {id(p): p for p in given if not p.requires_grad and id(p) not in held}
@@ -398,7 +403,10 @@ def weight_row(layer: str, parameters: Any, held: dict[int, str]) -> Row:
     def size(keys: Any) -> int:
         return sum(used[key].numel() * used[key].element_size() for key in keys)
 
-    row: Row = {"weight_bytes": size(used.keys() - shared.keys())}
+    own = used.keys() - shared.keys()
+    row: Row = {"weight_bytes": size(own)}
+    padded = sum(in_blocks(size([key]), block_bytes) for key in own)
+    row["padding_bytes"] = padded - row["weight_bytes"]
     if frozen:
         row["frozen_weight_bytes"] = sum(p.nbytes for p in frozen.values())
     if shared:
@@ -407,3 +415,14 @@ def weight_row(layer: str, parameters: Any, held: dict[int, str]) -> Row:
             "shared_weight_bytes": size(shared),
         }
     return row
+
+
+def block_bytes_of(bench: Bench) -> int:
+    """In what blocks the allocator of a device gives memory: a host's nearly to the byte."""
+    return 1 if bench.backend.is_host else BLOCK_BYTES
+
+
+def buffer_row(module: Any, block_bytes: int, read: Iterable[Any] = ()) -> Row:
+    """A layer's buffers; of those that it reads by name, ``StageModule.buffers`` say the owners."""
+    found, changed = buffer_bytes(module, block_bytes, [owner for _, (owner, _) in read])
+    return {"buffer_bytes": found, "statistics_bytes": changed}

@@ -22,6 +22,8 @@ from .layer_memory import StorageLedger, footprint
 from .layer_passes import (
     LayerPiece,
     Row,
+    block_bytes_of,
+    buffer_row,
     core_rows,
     detached,
     measure_piece,
@@ -292,8 +294,9 @@ def hooked_rows(
         piece = LayerPiece(name, _runner(call), call.values, tensors_in, before)
         row, _ = measure_piece(bench, ledger, piece, repeats, empty)
         parameters = _parameters(bench.model, calls, index)
-        weights = weight_row(name, parameters, held)
-        rows.append({"id": name, "op": type(call.module).__name__, **row, **weights})
+        block = block_bytes_of(bench)
+        row |= weight_row(name, parameters, held, block) | buffer_row(call.module, block)
+        rows.append({"id": name, "op": type(call.module).__name__, **row})
     return rows, [[names[a], names[b]] for a, b in _joined(calls)]
 
 
@@ -417,7 +420,7 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
     whole = _whole(bench, batch, repeats)
     arguments = call_of(bench, batch).arguments
     standing = [*bench.model.parameters(), *bench.model.buffers()]
-    ledger = StorageLedger(standing, tensors_in(arguments))
+    ledger = StorageLedger(standing, tensors_in(arguments), block_bytes_of(bench))
     cores: dict[str, tuple[int, Row]] = {}
     if found.layered is not None:
         cores = core_rows(bench, found.layered, arguments, repeats)
@@ -429,6 +432,7 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
     stashed = ledger.stashed_bytes
     for row in rows:
         row["stashed_bytes"] = stashed.get(row["id"], 0)
+        row["saved_later"] = ledger.saved_later(row["id"]) or None
         if row["id"] in cores:
             freed, core = cores[row["id"]]
             row["core"] = {**core, "stashed_bytes": max(0, row["stashed_bytes"] - freed)}

@@ -33,8 +33,16 @@ from ..schema.optimizer import OptimizerState
 from ..schema.options import Activations, Precision, option
 from . import targets
 from .bench import Bench
-from .layer_memory import StorageLedger
-from .layer_passes import FoundCores, LayerPiece, chosen, detached, find_cores, weight_row
+from .layer_memory import BLOCK_BYTES, StorageLedger
+from .layer_passes import (
+    FoundCores,
+    LayerPiece,
+    buffer_row,
+    chosen,
+    detached,
+    find_cores,
+    weight_row,
+)
 from .layers import call_of, find_layers
 
 _ROLES: dict[str, TensorRole] = {
@@ -807,7 +815,8 @@ def _table(bench: Bench, size: int) -> LayerTable:
             for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
             if is_own
         )
-        weights = weight_row(layer.id, part.module.parameters(), held)
+        weights = weight_row(layer.id, part.module.parameters(), held, BLOCK_BYTES)
+        row |= buffer_row(part.module, BLOCK_BYTES, part.buffers)
         # A bias is added to a row-parallel product's whole sum, so every device holds it.
         biases = sum(_bytes(p) for p in part.module.parameters() if p.dim() == 1)
         bias_bytes = min(biases, weights["weight_bytes"])
@@ -824,6 +833,7 @@ def _table(bench: Bench, size: int) -> LayerTable:
             LayerCounts(
                 **{**row, "shared_with": tuple(row.get("shared_with", ()))},
                 stashed_bytes=kept[row["id"]],
+                saved_later=ledger.saved_later(row["id"]) or None,
                 core=_core(cores, row["id"], kept[row["id"]]),
             )
             for row in rows

@@ -183,6 +183,10 @@ class LayerCounts:
     frozen_weight_bytes: Bytes | None = None
     backward_halves: tuple[tuple[Operator, ...], tuple[Operator, ...]] | None = None
     halved_bytes: Bytes | None = None
+    saved_later: dict[Name, Bytes] | None = None
+    padding_bytes: Bytes | None = None
+    buffer_bytes: Bytes | None = None
+    statistics_bytes: Bytes | None = None
 
 
 @record

@@ -26,6 +26,9 @@ class PipelineLayer:
     of its output. ``weight_bytes`` counts the weights that no earlier layer holds, and
     ``shared_weight_bytes`` those that the layers ``shared_with`` hold (tied weights).
     ``halved_bytes`` is what is kept besides between the two halves of a backward pass.
+    ``saved_later`` are outputs, of what is kept, that only later layers save: the position of the
+    first that does, and bytes. Allocators add ``padding_bytes`` to the weights. ``buffer_bytes``
+    are there twice, and ``statistics_bytes`` of them once more for each microbatch of a step.
     """
 
     id: Name
@@ -35,11 +38,21 @@ class PipelineLayer:
     shared_with: tuple[Name, ...] = ()
     shared_weight_bytes: Bytes = 0
     halved_bytes: Bytes = 0
+    saved_later: tuple[tuple[Index, Bytes], ...] = ()
+    padding_bytes: Bytes = 0
+    buffer_bytes: Bytes = 0
+    statistics_bytes: Bytes = 0
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that a microbatch in flight keeps of this layer."""
         return self.activation_bytes if self.stashed_bytes is None else self.stashed_bytes
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether it counts in a stage's memory."""
+        own = self.weight_bytes, self.shared_weight_bytes, self.buffer_bytes
+        return any((*own, self.activation_bytes, self.kept_bytes))
 
 
 @record

@@ -342,6 +342,11 @@ class LayerNode:
             alone, as zero-bubble schedules run it, over ``backward_seconds``; None if not known.
         repeated_share: What the other half, of the weights' gradients, computes a second time.
         halved_bytes: Gradients that wait between the two halves; None if not known.
+        saved_later: Of ``stashed_bytes``, outputs that this layer does not save, by the first layer
+            that does. A stage that ends before that one does not keep them.
+        padding_bytes: What the allocator adds to ``weight_bytes``, as it rounds each weight up.
+        buffer_bytes: Buffers, each rounded up.
+        statistics_bytes: Of these, buffers that passes change, so that each microbatch has its own.
     """
 
     id: Name
@@ -359,6 +364,10 @@ class LayerNode:
     input_gradient_share: Fraction | None = None
     repeated_share: Ratio | None = None
     halved_bytes: Bytes | None = None
+    saved_later: dict[Name, Bytes] | None = None
+    padding_bytes: Bytes | None = None
+    buffer_bytes: Bytes | None = None
+    statistics_bytes: Bytes | None = None
 
 
 @record
@@ -383,6 +392,12 @@ class LayerGraph:
         for source, target in self.edges:
             if source not in known or target not in known:
                 raise ProblemError(f"edge {source} -> {target} names an unknown layer")
+        for node in self.nodes:
+            later = node.saved_later or {}
+            if not later.keys() <= known - {node.id}:
+                raise ProblemError(f"saved_later of {node.id} names an unknown layer, or itself")
+            if sum(later.values()) > (node.stashed_bytes or 0):
+                raise ProblemError(f"saved_later of {node.id} is more than its stashed_bytes")
 
 
 @record

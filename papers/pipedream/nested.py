@@ -840,7 +840,8 @@ def _with_passing(
     for layer in layers:
         aside = pool.layer_workspace_bytes[layer] if pool.layer_workspace_bytes else 0
         kept += problem.layers[layer].kept_bytes
-        gradients += problem.layers[layer].weight_bytes + problem.layers[layer].shared_weight_bytes
+        own = problem.layers[layer]
+        gradients += own.weight_bytes + own.padding_bytes + own.shared_weight_bytes
         most, with_all = max(most, kept + aside), max(with_all, kept + aside - gradients)
     return parts._replace(passing=most - kept, waiting=with_all + gradients - kept)
 
@@ -855,8 +856,9 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
     own = overheads(problem)
     compute = ranges.total(ranges.compute, block) + own.stage_seconds[0]
     layers = layers_of(ranges.between(block))
+    inside, share = [problem.layers[layer] for layer in layers], ceil(count / own_replicas)
     parts = StageParts(
-        weight=ranges.total(ranges.weights, block),
+        weight=ranges.total(ranges.weights, block) + sum(one.padding_bytes for one in inside),
         tied=0.0,
         kept=ranges.total(ranges.activations, block),
         passing=0.0,
@@ -864,6 +866,7 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         halved=0.0,
         received=float(ranges.crossing[block.first - 1]) if block.first else 0.0,
         sent=float(ranges.crossing[block.last]),
+        buffers=sum(2 * one.buffer_bytes + share * one.statistics_bytes for one in inside),
     )
     if pool.base_memory_bytes is not None:
         parts = _with_passing(problem, pool, layers, parts)

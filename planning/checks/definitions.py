@@ -243,6 +243,8 @@ class StageContents(NamedTuple):
     """That wait of one microbatch between the halves of its backward pass."""
     received: Any
     sent: Any
+    buffers: Any = 0.0
+    """The model's, their copies, and those of microbatches."""
 
 
 def moments(
@@ -303,7 +305,7 @@ def update_bytes(
 ) -> Any:
     """What ``replica_bytes`` counts in an update, but samples: no activations."""
     beside = 1 + problem.optimizer.state_bytes_per_weight_byte + pool.update_bytes_per_weight_byte
-    return (num_versions + beside) * stage.weights
+    return (num_versions + beside) * stage.weights + stage.buffers
 
 
 def pass_bytes(
@@ -319,6 +321,7 @@ def pass_bytes(
     """What ``replica_bytes`` counts at one moment, but samples."""
     weights = stage.weights
     rest = (num_versions + problem.optimizer.state_bytes_per_weight_byte) * weights
+    rest = rest + stage.buffers
     kept = stage.kept * (1 if recompute else moment.in_flight)
     rest = rest + kept + moment.halved * stage.halved + moment.received * stage.received
     if pool.copies_messages:

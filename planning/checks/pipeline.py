@@ -12,7 +12,7 @@ from itertools import combinations
 from math import ceil, inf, isclose
 
 from ...schema.errors import ProblemError
-from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem
+from ...schema.pipeline import DevicePool, PipelineProblem
 from ...schema.plan import Plan, Restrictions, Stage
 from ...schema.schedule import HeldMoment, Operation
 from . import definitions
@@ -300,41 +300,59 @@ def _contents(plan: Plan, problem: PipelineProblem, index: int) -> list[definiti
     before = {name for stage in plan.stages[:index] for name in stage.layers}
     inside, layers = set(plan.stages[index].layers), problem.layers
     ends = [crossing_bytes(plan, problem, number) for number in (index, index + 1)]
-    found = [_contents_of(plan, problem, index, inside, ends)]
-    names = [each.id for each in layers if _has_bytes(each)]
+    names = [each.id for each in layers if each.has_bytes]
     mine, start = [name for name in names if name in inside], sum(name in before for name in names)
-    if problem.solved == "flat" and names[: start + len(mine)] == [
+    is_ordered = problem.solved == "flat" and names[: start + len(mine)] == [
         *(name for name in names if name in before), *mine
-    ]:  # fmt: skip
+    ]  # fmt: skip
+    found = [_contents_of(plan, problem, index, inside, ends, is_ordered=is_ordered)]
+    if is_ordered:
         # In the layers' own order: at least what it took if it ended earlier.
         place = {each.id: number for number, each in enumerate(layers)}
         for number in range(1, len(mine)):
             last = place[mine[number - 1]]
             sent = {source for source, target in problem.links if source <= last < target}
             out = sum(layers[source].activation_bytes for source in sent)
-            found.append(_contents_of(plan, problem, index, set(mine[:number]), [ends[0], out]))
+            part = set(mine[:number])
+            found.append(_contents_of(plan, problem, index, part, [ends[0], out], is_ordered=True))
     return found
 
 
-def _has_bytes(layer: PipelineLayer) -> bool:
-    """Whether a layer counts in memory."""
-    own = layer.activation_bytes, layer.weight_bytes, layer.kept_bytes, layer.shared_weight_bytes
-    return any(own)
-
-
 def _contents_of(
-    plan: Plan, problem: PipelineProblem, index: int, inside: set[str], ends: Sequence[float]
+    plan: Plan,
+    problem: PipelineProblem,
+    index: int,
+    inside: set[str],
+    ends: Sequence[float],
+    *,
+    is_ordered: bool,
 ) -> definitions.StageContents:
-    """What a stage of these layers consists of, which receives and sends so many bytes."""
+    """What a stage of these layers consists of, which receives and sends so many bytes.
+
+    Of stages in the layers' own order it is known which layers save an output first.
+    """
     pool = _pool(problem, plan.stages[index])
     chosen = [
         number
         for number, layer in enumerate(problem.layers)
-        if layer.id in inside and _has_bytes(layer)
+        if layer.id in inside and layer.has_bytes
     ]
     mine = [problem.layers[number] for number in chosen]
     copied, shared = definitions.tied_bytes(problem.layers, inside)
-    kept, weights = [layer.kept_bytes for layer in mine], [layer.weight_bytes for layer in mine]
+    weights = [layer.weight_bytes + layer.padding_bytes for layer in mine]
+    kept = [layer.kept_bytes for layer in mine]
+    for maker, layer in enumerate(mine):
+        for saver, size in layer.saved_later if is_ordered else ():
+            if problem.layers[saver].has_bytes:
+                kept[maker] -= size  # it is not kept before the layer that saves it
+                if saver in chosen:
+                    kept[chosen.index(saver)] += size
+    busiest = definitions.microbatches_of_busiest(
+        problem.num_microbatches, plan.stages[index].num_replicas
+    )
+    buffers = sum(
+        layer.buffer_bytes + layer.buffer_bytes + busiest * layer.statistics_bytes for layer in mine
+    )
     aside = [pool.layer_workspace_bytes[n] if pool.layer_workspace_bytes else 0 for n in chosen]
     whole, halved = sum(kept), sum(layer.halved_bytes for layer in mine)
     passed: Sequence[float] = kept
@@ -346,13 +364,13 @@ def _contents_of(
     left = [
         layer.shared_weight_bytes if inside.issuperset(layer.shared_with) else 0 for layer in mine
     ]
-    behind = [layer.weight_bytes + layer.shared_weight_bytes for layer in mine]
+    behind = [own + layer.shared_weight_bytes for own, layer in zip(weights, mine, strict=True)]
     most, waiting = (
         (definitions.most_at_a_layer(passed, aside, summed, inf) or [0.0])[-1]
         for summed in (left, behind)
     )
     return definitions.StageContents(
-        sum(weights) + copied, shared, whole, most, waiting, halved, ends[0], ends[1]
+        sum(weights) + copied, shared, whole, most, waiting, halved, ends[0], ends[1], buffers
     )
 
 

@@ -306,14 +306,26 @@ class _Model:
         alone = self.before[:, None] + mine * (forward + backward) + rings + update + tied
         return _Stage(np.where(fits, seconds, inf), figure, (rings + update + tied)[0], alone)
 
+    def _inside(self, number: int) -> Any:
+        """[begins, ends] whether a stage between two cuts holds a layer."""
+        return self.cuts[None, :, number] & ~self.cuts[:, None, number]
+
     def _bytes(self, pool: DevicePool) -> definitions.StageContents:
         """What the stages between all cuts consist of, on devices of a pool."""
         none = np.zeros((self.size, self.size))
         kept, summed, most, with_all = none, none, none, none - inf
+        savers: dict[int, list[tuple[int, int]]] = {}
         for number, layer in enumerate(self.problem.layers):
-            mine = self.cuts[None, :, number] & ~self.cuts[:, None, number]
+            for saver, size in layer.saved_later:
+                savers.setdefault(saver, []).append((number, size))
+        for number, layer in enumerate(self.problem.layers):
+            mine = self._inside(number)
             aside = pool.layer_workspace_bytes[number] if pool.layer_workspace_bytes else 0
             kept, summed = kept + mine * layer.kept_bytes, summed + mine * layer.weight_bytes
+            # Outputs that a later layer saves first are kept from there on, by stages of both.
+            kept = kept - mine * sum(size for _, size in layer.saved_later)
+            for maker, size in savers.get(number, ()):
+                kept = kept + (mine & self._inside(maker)) * size
             if layer.kept_bytes or layer.weight_bytes or layer.activation_bytes:
                 most = np.where(mine, np.maximum(most, kept + aside), most)
                 with_all = np.where(mine, np.maximum(with_all, kept + aside - summed), with_all)

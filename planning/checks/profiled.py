@@ -463,6 +463,10 @@ def pipeline_faults(view: PipelineProblem, problem: Problem) -> list[str]:
                 "shared_with": node.shared_with,
                 "shared_weight_bytes": node.shared_weight_bytes or 0,
                 "halved_bytes": _halved(node),
+                "saved_later": _saved_later(node, view, graph),
+                "padding_bytes": node.padding_bytes or 0,
+                "buffer_bytes": node.buffer_bytes or 0,
+                "statistics_bytes": node.statistics_bytes or 0,
             }
             faults += _unlike(layer, own, f"{where}{layer.id}: ")
         names = [layer.id for layer in view.layers]
@@ -522,6 +526,15 @@ def _halved(node: LayerNode) -> int:
     known = [node.activation_bytes * bool(node.weight_bytes)]
     known += [node.stashed_bytes or 0] if node.weight_bytes else []
     return max(known) if node.halved_bytes is None else node.halved_bytes
+
+
+def _saved_later(
+    node: LayerNode, view: PipelineProblem, graph: LayerGraph
+) -> tuple[tuple[int, int], ...]:
+    """Where an output is saved first, of layers that are in the profile's own order."""
+    names = [layer.id for layer in view.layers]
+    later = node.saved_later if names == [each.id for each in graph.nodes] else None
+    return tuple((names.index(saver), size) for saver, size in (later or {}).items())
 
 
 def _slowed(profile: Profile, batch_size: int) -> float:

@@ -208,10 +208,17 @@ def _graph(table: LayerTable, estimator: Estimator) -> LayerGraph:
 
 
 def _halved(node: LayerNode, layer: LayerCounts, estimator: Estimator, scale: float) -> LayerNode:
-    """A layer with the two halves of its backward pass, where they were counted."""
+    """A layer as one device runs it whole, with the halves of its backward pass if counted."""
     # What the model's pass has beyond its layers' (``scale``) is the loss's, and sums of gradients
     # from several layers: both are in the first half.
     alone = estimator.seconds(layer.backward)
+    node = replace(
+        node,
+        saved_later=layer.saved_later,
+        padding_bytes=layer.padding_bytes,
+        buffer_bytes=layer.buffer_bytes,
+        statistics_bytes=layer.statistics_bytes,
+    )
     if layer.backward_halves is None:
         return node
     if not alone:

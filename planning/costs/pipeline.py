@@ -244,6 +244,8 @@ class StageParts(NamedTuple):
     """Of a microbatch between the halves of its backward pass."""
     received: Any
     sent: Any
+    buffers: Any = 0.0
+    """With copies, and what each microbatch has of its own."""
 
 
 def replica_bytes(
@@ -278,7 +280,7 @@ def update_bytes(
 ) -> Any:
     """Memory of one replica of stages while the optimizer updates them, but for samples."""
     standing = kept_per_weight_byte(versions, problem.optimizer.state_bytes_per_weight_byte)
-    return (standing + pool.update_bytes_per_weight_byte) * parts.weight
+    return (standing + pool.update_bytes_per_weight_byte) * parts.weight + parts.buffers
 
 
 def pass_bytes(
@@ -295,7 +297,7 @@ def pass_bytes(
     weight, wait = parts.weight, pool.waiting_bytes
     standing = kept_per_weight_byte(versions, problem.optimizer.state_bytes_per_weight_byte)
     copies, is_summed = int(pool.copies_messages), num_replicas > 1
-    running, weights = parts.passing, standing * weight
+    running, weights = parts.passing, standing * weight + parts.buffers
     if is_summed:
         running = np.minimum(running + wait, parts.waiting)
     elif copies and not moment.has_gradients:

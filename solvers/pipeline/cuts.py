@@ -113,8 +113,7 @@ def _weightless(problem: PipelineProblem) -> int:
         seconds = sum(
             pool.forward_seconds[index] + pool.backward_seconds[index] for pool in problem.pools
         )
-        size = layer.activation_bytes + layer.weight_bytes + layer.kept_bytes
-        if seconds == 0 and size == 0 and layer.id not in tied:
+        if seconds == 0 and not layer.has_bytes and layer.id not in tied:
             found |= 1 << index
     # Of a graph of such layers alone, the layers are cut as they are.
     return 0 if found == (1 << len(problem.layers)) - 1 else found

@@ -1,6 +1,7 @@
 """The costs of stages between cuts, as arrays (planning/costs/pipeline.py holds the formulas)."""
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,7 +90,7 @@ class StageCosts:
         )
         self.total_weight = float(cuts.weight_bytes[-1])
         self._memory = StageMemory(problem, cuts)
-        self._own: dict[tuple[int, bool, StageHeld, bool], Floats] = {}
+        self._own: dict[tuple[int, bool, int, StageHeld, bool], Floats] = {}
         # A stage that ends at a later cut is never smaller, so memory allows all ends up to one.
         self.is_line = cuts.before is None and (cuts.copied_bytes is None or problem.traits.flushes)
 
@@ -191,7 +192,10 @@ class StageCosts:
 
         ``standing`` leaves out what the pass that runs takes for a while.
         """
-        key = pool, num_replicas > 1, held, standing
+        # It matters if there are other replicas, and how many microbatches have own statistics.
+        share = ceil(self.problem.num_microbatches / num_replicas)
+        share *= any(layer.statistics_bytes for layer in self.problem.layers)
+        key = pool, num_replicas > 1, share, held, standing
         if key not in self._own:
             self._own[key] = self._memory.table(
                 pool, num_replicas, held, recompute=self.recompute, standing=standing
@@ -269,19 +273,22 @@ class StageMemory:
     def __init__(self, problem: PipelineProblem, cuts: Cuts) -> None:
         self._problem, self._cuts = problem, cuts
         layers = problem.layers
-        bytes_of = [
-            one.activation_bytes + one.weight_bytes + one.kept_bytes + one.shared_weight_bytes
-            for one in layers
-        ]
+        counted = [one.has_bytes for one in layers]
         # Layers without bytes count nowhere, so where they lie between two cuts does not matter.
-        self._chosen = np.flatnonzero(bytes_of if any(bytes_of) else [1] * len(layers))
+        self._chosen = np.flatnonzero(counted if any(counted) else [1] * len(layers))
         chosen = [layers[layer] for layer in self._chosen]
-        self._weights = np.array([float(one.weight_bytes) for one in chosen])
+        self._weights = np.array([float(one.weight_bytes + one.padding_bytes) for one in chosen])
         self._kept = np.array([float(one.kept_bytes) for one in chosen])
         self._halved = np.array([float(one.halved_bytes) for one in chosen])
         # Where all users of a weight are in one stage, gradients of the later ones wait for that of
         # the first, which holds it.
         number = {layers[layer].id: place for place, layer in enumerate(self._chosen.tolist())}
+        # [makers, savers] what a stage keeps of a layer's outputs only if it holds a later layer.
+        self._later = np.zeros((len(chosen), len(chosen)))
+        for place, one in enumerate(chosen):
+            for saver, size in one.saved_later:
+                if layers[saver].id in number:
+                    self._later[place, number[layers[saver].id]] += size
         self._shared = [
             (number[one.id], [number[name] for name in one.shared_with], one.shared_weight_bytes)
             for one in chosen
@@ -306,7 +313,8 @@ class StageMemory:
         self, pool: int, num_replicas: int, held: StageHeld, *, recompute: bool, standing: bool
     ) -> Floats:
         """[cuts, cuts] bytes of one replica; of pairs that no stage lies between, anything."""
-        problem, own, space = self._problem, self._problem.pools[pool], self._space(pool)
+        problem, own = self._problem, self._problem.pools[pool]
+        space = self._space(pool, num_replicas)
 
         def counted(parts: StageParts) -> Floats:
             if standing:
@@ -356,7 +364,8 @@ class StageMemory:
         Returns:
             In an update; [moments] without the pass that runs; and with it.
         """
-        problem, own, space = self._problem, self._problem.pools[pool], self._space(pool)
+        problem, own = self._problem, self._problem.pools[pool]
+        space = self._space(pool, num_replicas)
         row, end = np.array(stage[:1]), np.array(stage[1:])
         if not (self._is_prefix[row[0]] and self._is_prefix[end[0]]):
             parts = [self._between(space, row, end)]
@@ -383,18 +392,30 @@ class StageMemory:
         )
         return float(update[0]), standing, whole
 
-    def _space(self, pool: int) -> Floats:
-        """[layers] what the passes of those that count take for a while."""
+    def _space(self, pool: int, num_replicas: int) -> Floats:
+        """[2, layers] what the passes of those that count take for a while; and buffers."""
         aside = self._problem.pools[pool].layer_workspace_bytes
-        return np.array([aside[layer] if aside else 0.0 for layer in self._chosen.tolist()])
+        share, layers = ceil(self._problem.num_microbatches / num_replicas), self._problem.layers
+        return np.array(
+            [
+                [aside[layer] if aside else 0.0 for layer in self._chosen.tolist()],
+                [
+                    2.0 * layers[n].buffer_bytes + share * layers[n].statistics_bytes
+                    for n in self._chosen.tolist()
+                ],
+            ]
+        )
 
     def _prefixes(self, space: Floats, rows: Ints, ends: Ints | None = None) -> StageParts:
         """Stages from cuts in the layers' own order [rows] to each layer, or to such cuts."""
         cuts, own, begins = self._cuts, ~self._inside[rows], rows[:, None] > 0
-        weight, kept, halved = (
-            np.cumsum(own * each, axis=1) for each in (self._weights, self._kept, self._halved)
+        # What only later layers save is kept from the first of these on.
+        moved = own @ self._later - own * self._later.sum(axis=1)
+        weight, kept, halved, buffers = (
+            np.cumsum(own * each, axis=1)
+            for each in (self._weights, self._kept, self._halved, space[1])
         )
-        frees = kept
+        kept = frees = kept + np.cumsum(moved, axis=1)
         if self._problem.traits.splits_backward:
             # The first stage has no first half: its second one is a whole pass.
             frees = np.where(begins, 0.0, kept)
@@ -404,15 +425,15 @@ class StageMemory:
             behind[:, layer] = shared[:, layer] * own[:, holders].all(axis=1)
         gradients = np.cumsum(shared, axis=1) + weight
         passing, waiting = (
-            np.maximum.accumulate(np.where(own, frees + space - each, -np.inf), axis=1) + each
+            np.maximum.accumulate(np.where(own, frees + space[0] - each, -np.inf), axis=1) + each
             for each in (np.cumsum(behind, axis=1), gradients)
         )
         copied: Any = 0.0
         tied: Any = 0.0
-        columns = [weight, kept, passing - frees, waiting - frees, halved]
+        columns = [weight, kept, passing - frees, waiting - frees, halved, buffers]
         if ends is not None:
             number = self._number[ends]
-            weight, kept, passing, waiting, halved = (
+            weight, kept, passing, waiting, halved, buffers = (
                 np.where(number > 0, each[:, np.maximum(number - 1, 0)], 0.0) for each in columns
             )
             sent = np.broadcast_to(cuts.crossing_bytes[ends], kept.shape)
@@ -421,14 +442,14 @@ class StageMemory:
                     each[np.ix_(rows, ends)] for each in (cuts.copied_bytes, cuts.split_bytes)
                 )
         else:
-            weight, kept, passing, waiting, halved = columns
+            weight, kept, passing, waiting, halved, buffers = columns
             sent = np.broadcast_to(self._sent, kept.shape)
             if cuts.copied_bytes is not None:
                 copied, tied = self._tied(own)
         received = np.broadcast_to(cuts.crossing_bytes[rows][:, None], kept.shape)
         return StageParts(
             weight + copied, tied, kept, np.maximum(passing, 0.0), np.maximum(waiting, 0.0),
-            np.where(begins, halved, sent), received, sent,
+            np.where(begins, halved, sent), received, sent, buffers,
         )  # fmt: skip
 
     def _tied(self, own: Mask) -> tuple[Floats, Floats]:
@@ -451,7 +472,7 @@ class StageMemory:
         cuts, shape = self._cuts, np.broadcast_shapes(first.shape, last.shape)
         begins = first > 0
         keeps = self._problem.traits.splits_backward & begins
-        weight, kept, halved = np.zeros((3, *shape))
+        weight, kept, halved, buffers = np.zeros((4, *shape))
         passing, waiting = np.full((2, *shape), -np.inf)
         shared = {layer: (holders, held) for layer, holders, held in self._shared}
         behind, gradients = np.zeros((2, *shape))
@@ -464,7 +485,8 @@ class StageMemory:
             weight += own * self._weights[layer]
             kept += own * self._kept[layer]
             halved += own * self._halved[layer]
-            at_layer = np.where(own, np.where(keeps, 0.0, kept) + space[layer], -np.inf)
+            buffers += own * space[1, layer]
+            at_layer = np.where(own, np.where(keeps, 0.0, kept) + space[0, layer], -np.inf)
             passing = np.maximum(passing, at_layer - behind)
             gradients += own * (self._weights[layer] + held)
             waiting = np.maximum(waiting, at_layer - gradients)
@@ -476,6 +498,7 @@ class StageMemory:
         return StageParts(
             weight + copied, tied, kept, np.maximum(passing - frees, 0.0),
             np.maximum(waiting - frees, 0.0), np.where(begins, halved, sent), received, sent,
+            buffers,
         )  # fmt: skip
 
 

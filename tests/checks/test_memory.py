@@ -112,6 +112,27 @@ def test_what_is_there_for_a_while_is_counted(
         assert check(plan, each) == []
 
 
+def test_a_stage_keeps_no_output_that_only_a_later_one_saves() -> None:
+    """Of 10 MB that a layer keeps the next one saves 6; weights are padded, buffers there twice."""
+    asked = problem(named_optimizer("sgd"), 10**10)
+    layers = tuple(
+        dataclasses.replace(
+            layer,
+            saved_later=((place + 1, 6 * MB),) if place < 3 else (),
+            padding_bytes=MB,
+            buffer_bytes=place * MB,
+            statistics_bytes=place * MB,
+        )
+        for place, layer in enumerate(asked.layers)
+    )
+    asked = dataclasses.replace(asked, layers=layers)
+    plan = solve(asked)
+    # 1F1B: the first has two microbatches in flight, both have four in a step.
+    expected = [2 * 202 + 2 * (20 - 6) + (2 + 4) * 1, 2 * 202 + 20 + 10 + (2 + 4) * 5]
+    assert [stage.memory_bytes for stage in plan.stages] == [part * MB for part in expected]
+    assert check(plan, asked) == []
+
+
 def test_a_plan_for_sgd_is_no_plan_for_adam() -> None:
     tight = problem(named_optimizer("sgd"), 500 * MB)
     plan = solve(tight)

@@ -14,7 +14,7 @@ from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.profilers import zoo
 from hetflow.profilers.bench import Bench
 from hetflow.profilers.layer_memory import footprint
-from hetflow.profilers.layer_passes import measuring_seconds
+from hetflow.profilers.layer_passes import measuring_seconds, weight_row
 from hetflow.profilers.layers import as_in_the_loop, graph_of, measure_layers
 from hetflow.profilers.targets import Workload, as_workload
 from hetflow.schema.cluster import Cluster
@@ -101,6 +101,18 @@ def test_stashes_are_counted_once_and_by_whom_the_output_was_made() -> None:
     # keeps the last layer's output, to square it, and is itself four bytes.
     assert [node.stashed_bytes for node in graph.nodes] == [4 * 8 * 4, 0, 0, 4 * 8 * 4 + 4]
     assert [node.activation_bytes for node in graph.nodes] == [4 * 8 * 4] * 4
+    # A stage that ends with the first layer need not keep its output: only the ReLU saves it.
+    assert [node.saved_later for node in graph.nodes] == [{"1": 4 * 8 * 4}, None, None, None]
+
+
+def test_batch_norm_has_buffers_and_statistics_of_each_microbatch() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    graph = graph_of(measure_layers(bench_of(model), 4, 2))
+    assert [node.buffer_bytes for node in graph.nodes] == [0, 2 * 8 * 4 + 8]
+    assert [node.statistics_bytes for node in graph.nodes] == [0, 2 * 8 * 4 + 8]
+    assert [node.padding_bytes for node in graph.nodes] == [0, 0]  # a host's memory
+    held: dict[int, str] = {}
+    assert weight_row("0", model[0].parameters(), held, 512)["padding_bytes"] == 1024 - 4 * 72
 
 
 def test_stashes_sum_to_what_the_allocator_holds_after_the_forward_pass() -> None:

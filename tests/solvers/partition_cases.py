@@ -5,6 +5,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -122,10 +123,15 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
         model="m",
         layers=tuple(
             PipelineLayer(
-                id=f"l{i}", activation_bytes=draw(BYTES), weight_bytes=draw(BYTES), halved_bytes=i
+                id=f"l{i}",
+                activation_bytes=draw(BYTES),
+                weight_bytes=draw(BYTES),
+                halved_bytes=i,
+                **draw(BESIDE),
+                **saved_by(draw(st.integers(0, size)), i, size),
             )
             for i in range(size)
-        ),
+        ),  # fmt: skip
         sample_bytes=draw(st.sampled_from([0, 0, 2])),
         edges=edges,
         pools=tuple(pools),
@@ -143,6 +149,16 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
         launchable=draw(st.booleans()),
         message_seconds=draw(OWN),
     )
+
+
+BESIDE = st.sampled_from([{}, {}, {"padding_bytes": 2, "buffer_bytes": 3, "statistics_bytes": 1}])
+
+
+def saved_by(saver: int, maker: int, size: int) -> dict[str, Any]:
+    """An output of which a later layer, if there is such a one, saves 7 bytes first."""
+    if not maker < saver < size:
+        return {}
+    return {"stashed_bytes": 9, "saved_later": ((saver, 7),)}
 
 
 def partitions(problem: PipelineProblem) -> Iterator[list[tuple[str, ...]]]:
