@@ -22,7 +22,7 @@ from unittest import mock
 
 from hetflow.runtime.preload import VARIABLE, Forked, PreloadError, fork, serving
 
-# What the programs of most tests import beside what workers need: they launch.
+# What the programs of most tests import and build beside what workers need: they launch.
 COMMANDS = (
     "hetflow.cli.main",
     "hetflow.cli.launch",
@@ -30,6 +30,7 @@ COMMANDS = (
     "hetflow.planning.resize",
     "hetflow.runtime.launcher.controller",
     "hetflow.formats.reports.tables",
+    "hetflow.schema.run:RunRecord",
 )
 
 # The purpose of programs that run scripts of other libraries, and what these import for seconds.

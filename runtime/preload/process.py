@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -319,24 +320,58 @@ def _leave_inherited_modules() -> None:
     # program's own modules, ``__main__`` first, are taken apart as ever.
     if BOUND_BY_NANOBIND in sys.modules:
         return
+    _leave_inherited_finalizers()
     kept = {name: m for name, m in sys.modules.items() if name not in ("sys", "builtins")}
     atexit.register(_keep, kept)
+
+
+def _leave_inherited_finalizers() -> None:
+    """Let the process end without finalizers that it was forked with: they are its parent's to run.
+
+    torch has one for each library of operators, and to unregister these took 0.04 CPU seconds.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False
 
 
 def _keep(inherited: dict[str, ModuleType]) -> None:
     """The last exit function. What is no module in ``sys.modules``, Python leaves alone."""
     # An inherited module may hold what holds an open file of the program's. A weak proxy, such as
     # inductor leaves, must not be asked for its class.
+    are_written = True
     for found in gc.get_objects():
         if issubclass(type(found), (io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper)):
-            with contextlib.suppress(OSError, ValueError):  # a broken pipe, or a closed file
+            try:
                 found.flush()
+            except (OSError, ValueError):  # a broken pipe, or a closed file
+                are_written = False
     # Never given back: with the dictionary alive, no module in it is taken apart.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
     modules: dict[str, Any] = sys.modules
     for name, module in inherited.items():
         if modules.get(name) is module:
             modules[name] = _Kept(module)
+    if are_written and _exit_codes:
+        sys._last_of_fork = _Last(*_exit_codes)  # type: ignore[attr-defined]
+
+
+_exit_codes: list[int] = []  # of a program that has ended by itself
+
+
+class _Last:
+    """Ends the process when it is deleted with ``sys``, the last module to go.
+
+    Python would then take itself apart. That copies each page of strings and types that the process
+    was forked with, and took 0.03 CPU seconds.
+    """
+
+    def __init__(self, code: int) -> None:
+        self._code, self._end = code, ctypes.CDLL(None).exit
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # modules may have printed as they went
+            sys.stdout.flush()
+        self._end(self._code)
 
 
 def _set_signals(request: ForkRequest) -> None:
@@ -444,6 +479,12 @@ def run(command: list[str]) -> None:
         if program[0] == "-m":
             raise  # Python itself ends with exit code 1 then
         _end_by_interrupt()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            _exit_codes.append(end.code or 0)
+        raise
+    else:
+        _exit_codes.append(0)
 
 
 def _end_by_interrupt() -> None:

@@ -44,7 +44,8 @@ from .process import (
 )
 
 MODULE = "hetflow.runtime.preload"
-# What a worker would import until it has made its first optimizer, with which _dynamo comes.
+# What a worker would import until it has made its first optimizer, with which _dynamo comes, and
+# records that it would build: the first one looks for pydantic's plugins in all that is installed.
 _MODULES = (
     "torch",
     "torch.distributed",
@@ -54,6 +55,11 @@ _MODULES = (
     "hetflow.runtime.worker",
     "hetflow.runtime.start",
     "hetflow.runtime.pipeline.engine",
+    "hetflow.runtime.adapters.ddp",
+    "hetflow.schema.plan:Plan",
+    "hetflow.schema.launch:LaunchConfig",
+    "hetflow.runtime.protocol.messages:Beat",
+    "hetflow.runtime.protocol.record:WorkerReport",
 )
 _TITLE_ROOM = 240
 _LOOK_SECONDS = 1.0
@@ -75,7 +81,7 @@ def start_preloaded(
             that gets a connection with each message.
         channel: Its end of it.
         environment: Its whole environment.
-        modules: What it imports beside what workers need.
+        modules: What it imports beside what workers need; ``module:Record`` builds that record too.
     """
     number = str(channel.fileno())
     # Where a forked process writes its own command, for ps.
@@ -119,7 +125,12 @@ def _preloaded(channel: socket.socket, modules: Sequence[str], *, is_host: bool)
     trouble = None
     try:
         for name in (*_MODULES, *modules):
-            importlib.import_module(name)
+            module, _, built = name.partition(":")
+            found = importlib.import_module(module)
+            if built:
+                from ...schema.records import adapter_of  # not in the listener
+
+                adapter_of(getattr(found, built)).rebuild()
         # Only the forking thread lives on in a child. A lock that another thread held at that
         # moment stays shut for ever, and a CUDA context does not work behind a fork.
         check_forkable()

@@ -213,6 +213,8 @@ def test_a_forked_process_has_the_imports_and_no_cuda(here: Path) -> None:
         ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
         ("import atexit, os; atexit.register(os._exit, 5)", 5),
+        ("import sys; sys.exit(256 + 3)", 3),
+        ("import sys; sys.stdout = open('/dev/full', 'w'); print('lost')", 120),
     ],
 )
 def test_a_forked_process_ends_as_a_fresh_one_does(here: Path, text: str, code: int) -> None:
@@ -257,16 +259,18 @@ def test_a_forked_programs_own_modules_are_taken_apart_and_its_files_are_written
     )
     path = script(
         here,
-        "import atexit, own, torch\n"
+        "import atexit, own, torch, weakref\n"
         "atexit.register(print, 'handler', flush=True)\n"
         "main = own.Last('main')\n"
+        "weakref.finalize(main, print, 'finalized', flush=True)\n"
+        "print(sum(f.atexit for f in weakref.finalize._registry), flush=True)  # not torch's\n"
         "file, held = open('file', 'w'), open('held', 'w')\n"
         "file.write('all'), held.write('all')\n"
         "torch.holds_what_is_the_scripts = held\n",
     )
-    first, *others = said(forked(path)).splitlines()
-    assert first == "handler"
-    assert sorted(others) == ["main", "module"]
+    number, *first, _, _ = lines = said(forked(path)).splitlines()
+    assert (number, first) == ("1", ["handler", "finalized"])
+    assert sorted(lines[-2:]) == ["main", "module"]
     assert (here / "file").read_text() == (here / "held").read_text() == "all"
 
 
