@@ -11,6 +11,7 @@ call or by ``wait``; a collective on valid tensors raises no other plain Runtime
 
 import contextlib
 import re
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -244,6 +245,32 @@ class SharedStore:
         """Whether all these keys are there."""
         return bool(guarded(_asking(*keys), self.of_torch.check)(list(keys)))
 
+    def delete(self, key: str) -> None:
+        """Remove a key and its value."""
+        guarded(_asking(key), self.of_torch.delete_key)(key)
+
+    def absent(self, sign: str, rank: int, world_size: int, *, seconds: float) -> list[int]:
+        """Say a sign, and wait for all workers to say it.
+
+        Returns:
+            The ranks that have not said it after so long.
+
+        Raises:
+            PeerLostError: A worker is lost meanwhile.
+        """
+        signs, until = [f"{sign}/{n}" for n in range(world_size)], time.monotonic() + seconds
+        self.set(signs[rank], "")
+        while True:
+            left = until - time.monotonic()
+            try:
+                self.wait(signs, min(_LOOK, timedelta(seconds=max(left, 1e-3))))
+                return []
+            except PeerLostError as error:
+                if not error.timed_out or (_Waits.are_in_vain is not None and _Waits.are_in_vain()):
+                    raise
+            if left < 0:
+                return [n for n, said in enumerate(signs) if not self.has(said)]
+
     def wait(self, keys: Sequence[str], limit: timedelta) -> None:
         """Wait until all these keys are there.
 
@@ -265,7 +292,7 @@ def _lost(what: str, error: RuntimeError) -> Exception:
     if isinstance(error, dist.DistStoreError):  # its text has the full keys, with the prefix
         return PeerLostError(f"waited in vain for another worker in {what}", timed_out=True)
     text = _SOURCE_PLACE.sub("", str(error).strip().partition("\n")[0])
-    # The store's time limits have a type; gloo's and NCCL's are known by their text only.
-    timed_out = "timed out" in str(error).lower()
+    # The store's time limits have a type; those of gloo, NCCL and files are known by their text.
+    timed_out = any(words in str(error).lower() for words in ("timed out", "wait timeout"))
     said = "waited in vain for another worker" if timed_out else "lost another worker"
     return PeerLostError(f"{said} in {what}: {text}", timed_out=timed_out)

@@ -74,7 +74,7 @@ class SplitEngine:
         warn_of_saving(session.model, self.buffers)
         self.shared_states = _shared_states_of(session)
         if self.shared_states is not None:
-            self.shared_states.refuse_saving()
+            self.shared_states.serve_script()
         self.reducer: GradientReducer | SharedStates = self.shared_states or _reducer_of(
             session, has_buffers=bool(self.buffers.slots)
         )
@@ -143,6 +143,7 @@ class SplitEngine:
         if self.shared_states is not None:
             self.shared_states.check_step(batch.num_samples, session.batch_sizes)
             self.shared_states.share_overflows(step.scaler)
+            self.shared_states.hide_slices()
         if not step.round:
             session.clock.begin_step(is_full=batch.is_full)
         self.buffers.begin_step()
@@ -256,6 +257,8 @@ class SplitEngine:
                     hint="let all workers scale, or none",
                 )
             totals.skip_overflow(self._session.optimizers)
+        if self.shared_states is not None:
+            self.shared_states.show_slices(gradients=True)
         if self._script_hooks.held:  # after the mean: a hook may clip, or draw noise once for all
             seed_streams(self._session.seed, "hooks", self._session.num_steps)
             self._script_hooks.run()

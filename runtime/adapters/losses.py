@@ -39,9 +39,9 @@ from ..group import Place, gathered
 from ..nested_tensors import plain
 from ..promise.promise import chain, last_divisors_of, signature_of, targets_of
 from ..promise.recording import LossVerdict, Recording, Replays, Slice
+from ..sharding.sliced import plain as as_slices
+from ..sharding.sliced import plainly
 from ..totals import LateValues
-from .sliced import plain as as_slices
-from .sliced import plainly
 
 # What a loss is divided by, as a share counts it: before a script keeps it from being nothing.
 #

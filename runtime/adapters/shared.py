@@ -28,11 +28,10 @@ from ..log import log
 from ..repeated_layers import agreed_blocks, listed_blocks
 from ..session import Session
 from ..setup import beyond_masters, is_elementwise, keeps_masters, warning_of
-from ..sharding.flats import Flat
 from ..sharding.precision import AS_IS, Precision
+from ..sharding.sliced import plain, plainly
 from ..sharding.states import SharedStates
 from .losses import Losses
-from .sliced import Origin, SlicedParameter, plain, plainly
 
 _MOST = 1 << 24  # parameters of a model
 
@@ -66,9 +65,6 @@ class SharedModel:
         self._training, self.module, self._sharing = training, module, sharing
         self.states: SharedStates | None = None
         self.is_whole, self.is_open, self.runs, self._syncs = True, False, False, True
-        self._carried: dict[nn.Parameter, Tensor] = {}
-        self._sliced: list[tuple[nn.Parameter, Origin]] = []
-        self._places: list[tuple[Flat, int]] = []
         self._asker: nn.Module | None = None  # whose state dict is made
         self._copies: dict[int, Tensor] = {}
         # Behind what begins a pass of a module that fully_shard has wrapped.
@@ -102,7 +98,7 @@ class SharedModel:
             # Gradients of earlier steps are sums already: they wait aside, and ``end`` adds them.
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
-                    self._carried[parameter], parameter.grad = parameter.grad, None
+                    states.set_aside[parameter], parameter.grad = parameter.grad, None
             states.begin()
             self.is_open, self.is_whole = True, False
         if losses.is_recording:  # a trial runs its operators again, which read the weights
@@ -138,36 +134,14 @@ class SharedModel:
         self.states.treat(place.activations)
         for optimizer in sharing.loaded:
             self.cut(optimizer)
-        places, parameters = self.states.places(), list(self.module.parameters())
-        self._places = [places[id(parameter)] for parameter in parameters]
-        for index, (parameter, (flat, number)) in enumerate(
-            zip(parameters, self._places, strict=True)
-        ):
-            told = flat.shapes[number], flat.slice_of(number)
-            bring = partial(sharing.bring, self, index)
-            gradient = Origin(*told, partial(bring, is_gradient=True))
-            origin = Origin(
-                *told, bring, partial(getattr, flat, "is_readable"), gradient, self._carried
-            )
-            origin.hold(parameter)
-            self._sliced.append((parameter, origin))
+        self.states.bring = partial(sharing.bring, self)
 
     def show(self, *, slices: bool) -> None:
-        """Let the script read and write its parameters as whole tensors, or leave them as they are.
-
-        Layers run, and optimizers, on parameters as they are.
-        """
-        kind = SlicedParameter if slices else nn.Parameter
-        for parameter, _ in self._sliced:
-            parameter.__class__ = kind
-        for flat in dict.fromkeys(flat for flat, _ in self._places) if not slices else ():
-            flat.hide()
-
-    def forget_slices(self) -> None:
-        """Leave plain parameters, which are whole for good."""
-        for parameter, origin in self._sliced:
-            origin.forget(parameter)
-        self._sliced = []
+        """See ``SharedStates``; before the first pass of training parameters are whole."""
+        if self.states is not None and slices:
+            self.states.show_slices(gradients=False)
+        elif self.states is not None:
+            self.states.hide_slices()
 
     @plainly
     def make_slices(self) -> None:
@@ -181,18 +155,6 @@ class SharedModel:
         """Note that the script goes on behind a forward pass, where not all need be whole."""
         if self.runs:
             self.show(slices=True)
-
-    def own_of(self, index: int, *, is_gradient: bool) -> Tensor | None:
-        """This worker's slice of a parameter, or of its gradient."""
-        parameter = self._sliced[index][0]
-        return parameter.grad if is_gradient else parameter.detach()
-
-    def whole_of(self, index: int, own: Tensor) -> Tensor:
-        """The whole of a slice that each worker has of a parameter; call it on all."""
-        flat, number = self._places[index]
-        if own.shape == flat.shapes[number]:  # it may be whole here
-            own = own.reshape(-1)[flat.slice_of(number)]
-        return flat.whole_of(number, own)
 
     @plainly
     def end(self) -> None:
@@ -213,19 +175,17 @@ class SharedModel:
         used = used.to(self._training.place.device)
         peers.all_reduce(used, op=torch.distributed.ReduceOp.MAX)
         states.drop([number for number, is_used in enumerate(used.tolist()) if not is_used])
-        for parameter, gradient in self._carried.items():
+        for parameter, gradient in states.set_aside.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._carried.clear()
+        states.set_aside.clear()
         self.is_open = False
-        self.show(slices=True)
-        for parameter, origin in self._sliced:
-            if parameter.grad is not None and origin.gradient is not None:
-                origin.gradient.of(parameter.grad)
+        states.show_slices(gradients=True)
 
     def forget(self, parameters: Iterable[nn.Parameter]) -> None:
         """Set gradients of earlier steps to nothing, between a forward pass and its backward."""
-        for parameter in parameters:
-            self._carried.pop(parameter, None)
+        if self.states is not None:
+            for parameter in parameters:
+                self.states.set_aside.pop(parameter, None)
 
     def _before_forward(self) -> None:
         if self.states is not None and not self.runs:
@@ -398,7 +358,6 @@ class SharedModels:
         for model in self._shared() if asked[0] else ():
             assert model.states is not None
             model.states.make_whole()
-            model.show(slices=False)
             model.is_whole = True
         for model in self._shared() if asked[1] else ():
             assert model.states is not None
@@ -429,9 +388,7 @@ class SharedModels:
                         if isinstance(value, Tensor) and value.dim():
                             yield parameter, key, flat.whole_of(number, value)
 
-    def bring(
-        self, model: SharedModel, index: int, own: Tensor, *, is_gradient: bool = False
-    ) -> Tensor:
+    def bring(self, model: SharedModel, index: int, own: Tensor, is_gradient: bool) -> Tensor:
         """The whole of this worker's slice of a parameter, or of its gradient.
 
         Raises:
@@ -449,10 +406,11 @@ class SharedModels:
 
     def _brought(self, key: int) -> Tensor:
         number, is_gradient = divmod(key - 1, 2)
-        model, index = self._models[number // _MOST], number % _MOST
+        states, index = self._models[number // _MOST].states, number % _MOST
+        assert states is not None
         own = self._reads.get(key)
         if own is None:
-            own = model.own_of(index, is_gradient=bool(is_gradient))
+            own = states.own_of(index, is_gradient=bool(is_gradient))
         if is_gradient:
             lacks = torch.tensor(float(own is None), device=self._training.place.device)
             peers.all_reduce(lacks, op=torch.distributed.ReduceOp.MAX)
@@ -463,7 +421,7 @@ class SharedModels:
                     hint="read gradients on all workers, before zero_grad(); log by one of them",
                 )
         assert own is not None
-        return model.whole_of(index, own)
+        return states.whole_of(index, own)
 
     def answer(self) -> None:
         """Give other workers what they ask for, until none does; nothing within a step."""
@@ -521,5 +479,4 @@ class SharedModels:
             assert model.states is not None
             model.states.make_whole()
             model.states.close()
-            model.forget_slices()
             model.states = None

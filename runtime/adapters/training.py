@@ -54,10 +54,10 @@ from ..promise.promise import chain
 from ..protocol.environment import PLAN, Start, read_environment
 from ..session import Session
 from ..setup import ELEMENTWISE, final_tensors, keep_freed_memory, skip_overflow
+from ..sharding.sliced import plainly
 from ..virtual_nodes import batch_sizes_of, holders_of, share_out, slices
 from .losses import Losses
 from .shared import SharedModels
-from .sliced import plainly
 
 # The batches of a script that is measured: a profiler chooses their sizes.
 #

@@ -17,7 +17,6 @@ has the same bits whatever the order in which the collective adds.
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 from functools import reduce
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...schema.errors import PeerLostError, TargetError
+from ...schema.errors import TargetError
 from .. import peers
 from ..group import Place
 
@@ -417,22 +416,19 @@ class ToldNorms:
 
     def _meet(self, norm: float) -> None:
         """Wait until all workers ask; a worker that does not is named instead of waited for."""
-        store, rank = self._place.store, self._place.rank
-        assert store is not None
-        signs = [f"norms/{self._num_meetings}/{r}" for r in range(self._place.world_size)]
+        place = self._place
+        assert place.store is not None
         self._num_meetings += 1
-        store.set(signs[rank], "")
-        try:
-            store.wait(signs, timedelta(seconds=PATIENCE_SECONDS))
-        except PeerLostError as error:
-            if not error.timed_out:
-                raise
-            absent = [str(r) for r, sign in enumerate(signs) if not store.has(sign)]
+        absent = place.store.absent(
+            f"norms/{self._num_meetings}", place.rank, place.world_size, seconds=PATIENCE_SECONDS
+        )
+        if absent:
             raise TargetError(
-                f"worker {rank} asks for the {norm:g}-norm of all gradients for the first time, "
-                f"and {PATIENCE_SECONDS:g} s later worker {', '.join(absent)} does not",
+                f"worker {place.rank} asks for the {norm:g}-norm of all gradients for the first "
+                f"time, and {PATIENCE_SECONDS:g} s later worker {', '.join(map(str, absent))} does "
+                "not",
                 hint="ask on every worker, or for the 2-norm, which all are told in each step",
-            ) from None
+            )
 
 
 # Of the gradients of parameters on other workers a worker knows only the norms.

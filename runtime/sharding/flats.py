@@ -577,15 +577,21 @@ class Flat:
             return self.whole_of(number, self.own_of(self._own, number))
         return self._view(self._whole if self._shown is None else self._shown, number)
 
-    def whole_of(self, number: int, own: Tensor) -> Tensor:
-        """A tensor of a member's shape, such as its moment, from the slices of all workers."""
+    def alone_of(self, number: int, own: Tensor) -> Tensor:
+        """A tensor of a member's shape from this worker's slice; the rest is 0."""
         whole = own.new_zeros(self.shapes[number].numel())
         whole[self.slice_of(number)] = own
+        return whole.view(self.shapes[number])
+
+    def whole_of(self, number: int, own: Tensor) -> Tensor:
+        """A tensor of a member's shape, such as its moment, from the slices of all workers."""
+        found = self.alone_of(number, own)
+        whole = found.view(-1)
         cuts = [self.slice_of(number, w).start for w in range(len(self.sharers.ranks))]
         for work in self.sharers.send_parts(whole, [*cuts, len(whole)]):
             if work is not None:
                 work.wait()
-        return whole.view(self.shapes[number])
+        return found
 
     # Gradients
 

@@ -22,6 +22,7 @@ from ..session import Session
 from ..setup import state_of
 from ..totals import StepTotals
 from .flats import Flat, Part, Passage, cuts_of, parts_of
+from .sliced import plainly
 from .states import SharedStates
 
 
@@ -100,6 +101,7 @@ class SharedState:
             "last_weight": self._totals.last_weight,
         }
 
+    @plainly
     def _parameters(self) -> dict[str, Tensor]:
         is_main = self._session.is_main
         found = {}
@@ -109,6 +111,7 @@ class SharedState:
                 found[name] = copy_to_host(whole)
         return found
 
+    @plainly
     def _optimizers(self) -> Any:
         """The optimizers' state with whole tensors, on the first worker."""
         states, places = state_of(self._session.optimizers), self._states.places()
@@ -133,6 +136,7 @@ class SharedState:
         self._buffers.restore(state["buffers"])
         self._totals.last_weight = state["last_weight"]
 
+    @plainly
     def restore_trained(self, path: Path, state: dict[str, Any]) -> None:
         """Restore shares of parameters, and optimizers; a prediction may have left all whole."""
         self._states.free()
@@ -182,6 +186,7 @@ def _entries(
     return [(n, state["state"][n], p) for n, p in enumerate(parameters) if n in state["state"]]
 
 
+@plainly
 def move(
     states: SharedStates,
     optimizers: Sequence[torch.optim.Optimizer],

@@ -7,12 +7,11 @@ on the whole.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from secrets import randbits
 from typing import Any
 from zlib import crc32
@@ -39,11 +38,12 @@ from ..virtual_nodes import share_out
 from .flats import Flat, all_workers, cuts_of
 from .leaves import NodeOrder
 from .precision import AS_IS, Precision
+from .sliced import Origin, get_grad, plain, plainly
 from .units import Unit, Units, check_elementwise, outside_of_layer
 
 _SUM = torch.distributed.ReduceOp.SUM
-_ALIKE_SECONDS = 20.0
-"""How far workers may be apart in a pass."""
+_ALIKE_SECONDS, _READ_SECONDS = 20.0, 30.0
+"""How far workers may be apart in a pass, and where they read a weight between two steps."""
 
 
 def _refuse_copy(_: dict[int, Any]) -> Any:
@@ -93,6 +93,9 @@ class SharedStates(Units):
         run: Runs an exchange between two steps, which may be repeated where a worker is lost.
         is_behind: Whether this worker's script has not reached the others' position yet.
         moves: How often shares have moved to other workers.
+        bring: Gives the whole of a slice that a script reads: of a numbered parameter, or of its
+            gradient.
+        set_aside: Gradients of earlier steps; see ``Origin.carried``.
     """
 
     def __init__(
@@ -111,7 +114,6 @@ class SharedStates(Units):
         self._kept = kept or [range(rank, rank + 1) for rank in range(len(shares))]
         self._session, self._shard, self._sums_order = session, shard, order
         self._parameters = list(session.parameters.values())
-        self._known = set(map(id, self._parameters))
         check_elementwise(session.optimizers)
         if session.place.distributed and not session.place.is_outside:
             check_same_shapes(dict(session.parameters), session.place)
@@ -132,7 +134,10 @@ class SharedStates(Units):
             check_alike=self._check_alike,
         )
         self._trained = self._layout()
-        self._flat_of = {index: flat for flat in self._flats for index, _ in flat.members}
+        self._tables: list[dict[str, Any]] = []
+        self._known_members = [0]  # none yet
+        places = self.places()
+        self._places = [places[id(parameter)] for parameter in self._parameters]
         self._is_tried = False  # whether a loss function was
         self.watch(self._modules)
         self._hooks += [
@@ -151,6 +156,13 @@ class SharedStates(Units):
         self._knows_order = self._is_alone = False
         self._order_name = self._num_passes = 0  # since the order was learned, alike on all workers
         self.moves = 0
+        self.bring: Callable[[int, Tensor, bool], Tensor] = self._brought
+        self.set_aside: dict[nn.Parameter, Tensor] = {}
+        self._origins: list[Origin] = []
+        self._shows_slices = self._serves = self._updates = self._is_guarded = False
+        self._guard = plain()
+        self._read_at = self._num_reads = 0
+        self._signs: list[str] = []
         for optimizer in session.optimizers:  # some make it as they are made (Adagrad)
             self.cut(optimizer)
         # Hooks hold what none can copy, and a copy has no share.
@@ -222,8 +234,105 @@ class SharedStates(Units):
         """Let repeated layers keep, recompute or offload their activations from now on."""
         treat(self._modules.values(), how)
 
-    def refuse_saving(self) -> None:
-        """Let a script read no ``state_dict`` of slices; see ``setup.refuse_saving``."""
+    # What a script sees between steps
+
+    def show_slices(self, *, gradients: bool) -> None:
+        """Let the script read and write its parameters as whole tensors; see ``sliced.py``.
+
+        Args:
+            gradients: Whether gradients are slices now.
+        """
+        if not self._origins:
+            self._origins = [self._origin_of(index) for index in range(len(self._parameters))]
+        for parameter, origin in zip(self._parameters, self._origins, strict=True):
+            gradient = get_grad(parameter) if gradients else None
+            if gradient is not None and origin.gradient is not None:
+                origin.gradient.of(gradient)
+            if not self._updates:
+                origin.hold(parameter)
+        self._shows_slices = True
+        if self._updates:  # it goes on behind its closure
+            self._look_plainly(True)
+
+    def _origin_of(self, index: int) -> Origin:
+        flat, number = self._places[index]
+        told = flat.shapes[number], flat.slice_of(number)
+        gradient = Origin(*told, lambda own: self.bring(index, own, True))
+        is_here = partial(getattr, flat, "is_readable")
+        return Origin(
+            *told, lambda own: self.bring(index, own, False), is_here, gradient, self.set_aside
+        )
+
+    def hide_slices(self) -> None:
+        """Leave parameters as they are: so layers run on them."""
+        self._look_plainly(False)
+        if not self._shows_slices:
+            return
+        self._shows_slices = False
+        for parameter in self._parameters:
+            Origin.leave(parameter)
+        for flat in self._flats:
+            flat.hide()
+
+    def own_of(self, index: int, *, is_gradient: bool) -> Tensor | None:
+        """This worker's slice of a parameter, or of its gradient."""
+        parameter = self._parameters[index]
+        return parameter.grad if is_gradient else parameter.detach()
+
+    def whole_of(self, index: int, own: Tensor) -> Tensor:
+        """The whole of a slice that each worker has of a parameter; call it on all."""
+        flat, number = self._places[index]
+        if own.shape == flat.shapes[number]:  # it may be whole here
+            own = own.reshape(-1)[flat.slice_of(number)]
+        return flat.whole_of(number, own)
+
+    @plainly
+    def _brought(self, index: int, own: Tensor, is_gradient: bool) -> Tensor:
+        """The whole of a slice that the script of each worker reads.
+
+        Raises:
+            TargetError: Another worker's does not.
+        """
+        flat, number = self._places[index]
+        if self.is_behind():  # the others have done this before
+            return flat.alone_of(number, own)
+        steps = self._session.num_steps
+        self._read_at, self._num_reads = steps, self._num_reads * (self._read_at == steps) + 1
+        self._signs.append(f"reads/{steps}/{self._num_reads}/{index}/{is_gradient:d}")
+
+        def exchange() -> Tensor:
+            place = self._session.place
+            if place.store is not None and place.distributed:
+                self._check_read(place, f"{self._names[index]}{'.grad' * is_gradient}")
+            return self.whole_of(index, own)
+
+        return self.run(exchange)
+
+    def _check_read(self, place: Place, name: str) -> None:
+        assert place.store is not None
+        absent = place.store.absent(
+            self._signs[-1], place.rank, place.world_size, seconds=_READ_SECONDS
+        )
+        if absent:
+            raise TargetError(
+                f"worker {place.rank} reads {name} between two steps, and {_READ_SECONDS:g} s "
+                f"later worker {', '.join(map(str, absent))} does not; each has a slice of it",
+                hint="read it on all workers, and log it on one; torch.nn.utils.get_total_norm and "
+                "clip_grad_norm_ bring nothing together",
+            )
+        # Who says a sign has seen all of the one before, and so nobody waits for the last but one.
+        while len(self._signs) > 2:
+            place.store.delete(f"{self._signs.pop(0)}/{place.rank}")
+
+    def serve_script(self) -> None:
+        """Let a script read no ``state_dict`` of slices, and all else between steps as if whole."""
+        self._serves = True
+        self.show_slices(gradients=False)
+        for optimizer in self._session.optimizers:
+            self._hooks += [
+                optimizer.register_step_pre_hook(lambda *_: self._begin_update()),
+                optimizer.register_step_post_hook(lambda *_: self._end_update()),
+            ]
         shapes: dict[Tensor, torch.Size] = {
             p: self.shapes[name].shape for name, p in self._session.parameters.items()
         }
@@ -242,6 +351,26 @@ class SharedStates(Units):
             is_finished=lambda: self._session.is_finished,
         )
 
+    def _look_plainly(self, are_plain: bool) -> None:
+        """See gradients as they are from now on, or as the script does."""
+        if are_plain and not self._is_guarded:
+            self._guard.__enter__()
+        elif self._is_guarded and not are_plain:
+            self._guard.__exit__(None, None, None)
+        self._is_guarded = are_plain
+
+    def _begin_update(self) -> None:
+        self._updates, shows = True, self._shows_slices
+        self.hide_slices()
+        self._shows_slices = shows
+        self._look_plainly(True)
+
+    def _end_update(self) -> None:
+        self._updates = False
+        self._look_plainly(False)
+        if self._shows_slices:
+            self.show_slices(gradients=False)
+
     # Layers
 
     def _names_of_turn(self) -> Sequence[Subtree | None] | None:
@@ -259,11 +388,12 @@ class SharedStates(Units):
     def _came(self, index: int, parameter: Tensor) -> None:
         if not self._discards:
             self._used.add(index)
-        if self._trains and not self._is_late and not self._flat_of[index].awaits_gradients:
+        if self._trains and not self._is_late and not self._places[index][0].awaits_gradients:
             raise outside_of_layer(f"the loss has a gradient of {self._names[index]}")
 
     # A step, as ``GradientReducer`` has it
 
+    @plainly
     def begin(
         self, write_sums: object = None, *, num_passes: int | None = None, late: bool = False
     ) -> None:
@@ -276,7 +406,7 @@ class SharedStates(Units):
                 "parameters were frozen or unfrozen after hf.prepare, and their states are shared",
                 hint="freeze them before",
             )
-        if any(id(p) not in self._known for p in self._session.model.parameters()):
+        if self._members() != self._known_members and self._has_others():
             raise TargetError(
                 "the model has parameters that it had not before the first step, and workers share "
                 "the states of the others",
@@ -295,6 +425,7 @@ class SharedStates(Units):
                 unit.gather()
         self._kept_nodes.clear()
 
+    @plainly
     def take_earlier(self) -> None:
         """Take over the gradients of earlier steps that the script has left by now."""
         self._is_late = False
@@ -315,6 +446,17 @@ class SharedStates(Units):
                 hint="call optimizer.zero_grad() in every step; or solve with "
                 + option("shard", "gradients"),
             )
+
+    def _members(self) -> list[int]:
+        """The ids of what the modules hold that were there at the last look."""
+        return [*map(id, chain.from_iterable(map(dict.values, self._tables)))]
+
+    def _has_others(self) -> bool:
+        """Look at all modules, and whether one has parameters that are not shared."""
+        model = self._session.model
+        self._tables = [t for m in model.modules() for t in (m._parameters, m._modules)]
+        self._known_members = self._members()
+        return not {*map(id, model.parameters())} <= {*map(id, self._parameters)}
 
     def _layout(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
@@ -410,18 +552,14 @@ class SharedStates(Units):
         place = self._session.place
         if place.store is None or not place.distributed:
             return
-        store = place.store.under(f"turns/{self._order_name}/{self._num_passes}/{number}")
-        store.set(str(place.rank), "")
-        ranks, began = [str(rank) for rank in range(place.world_size)], time.monotonic()
-        while not store.has(*ranks):
-            if time.monotonic() - began > _ALIKE_SECONDS:
-                raise TargetError(
-                    f"repeated layers have run {number} times again in a pass on this worker, and "
-                    "not so often on another, where workers share states",
-                    hint="let all workers run layers equally often, or leave some out from the "
-                    "first pass on",
-                )
-            time.sleep(1e-3)
+        sign = f"turns/{self._order_name}/{self._num_passes}/{number}"
+        if place.store.absent(sign, place.rank, place.world_size, seconds=_ALIKE_SECONDS):
+            raise TargetError(
+                f"repeated layers have run {number} times again in a pass on this worker, and "
+                "not so often on another, where workers share states",
+                hint="let all workers run layers equally often, or leave some out from the "
+                "first pass on",
+            )
 
     def _most_said(self, said: int) -> int:
         if self._is_alone:
@@ -444,6 +582,7 @@ class SharedStates(Units):
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Let the model be called in the body for its answers, on all workers alike, in a step."""
+        self.hide_slices()
         self._rest.wait()
         self._is_open = True
         self._begin_turns()
@@ -533,6 +672,7 @@ class SharedStates(Units):
             return
         unscale = scaler._unscale_grads_
 
+        @plainly
         def together(*args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
             found = unscale(*args, **kwargs)
             for overflows in found.values() if self._session.place.distributed else ():
@@ -546,10 +686,12 @@ class SharedStates(Units):
         for flat in self._flats:
             flat.scale(factor)
 
+    @plainly
     def is_finite(self) -> bool:
         """Whether all numbers of this worker's shares are finite. Waits for the device."""
         return all(bool(p.detach().isfinite().all()) for p in self._parameters)
 
+    @plainly
     def undo(self) -> None:
         """Drop a step that was broken off, to repeat it."""
         for unit in self._all:
@@ -563,6 +705,7 @@ class SharedStates(Units):
     def close(self) -> None:
         """Remove the hooks; the parameters stay as they are."""
         super().close()
+        self.hide_slices()
         self.treat("kept")
         vars(self._session.model).pop("__deepcopy__", None)
         self._own_hooks.remove()
@@ -582,6 +725,7 @@ class SharedStates(Units):
         Returns:
             The vectors, in the order in which they are shared out.
         """
+        self.hide_slices()
         self.free()
         self._forget_order()
         self.moves += 1
@@ -594,9 +738,11 @@ class SharedStates(Units):
             place: This worker among them.
             order: See the class.
         """
-        self._sums_order = order
+        self._sums_order, self._origins = order, []
         for flat in self._laid:
             flat.take(all_workers(place), order)
+        if self._serves:
+            self.show_slices(gradients=True)
 
     # Outside of steps
 
@@ -606,6 +752,8 @@ class SharedStates(Units):
 
         A joining worker's script comes by what the others have done: it sees its own share alone.
         """
+        shown = self._shows_slices
+        self.hide_slices()
         self._is_alone = alone = self.is_behind()
         for flat in self._laid:
             flat.is_alone = alone
@@ -629,6 +777,14 @@ class SharedStates(Units):
             self._is_alone = False
             for flat in self._laid:
                 flat.is_alone = False
+            if shown:
+                self.show_slices(gradients=True)
+
+    @plainly
+    def make_whole(self, *, runs: bool = False) -> None:
+        """See ``Units``."""
+        self.hide_slices()
+        super().make_whole(runs=runs)
 
     @contextmanager
     def trying(self) -> Iterator[None]:
@@ -648,6 +804,7 @@ class SharedStates(Units):
             peers.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
         return found
 
+    @plainly
     def digest(self, tensors: Mapping[str, Tensor]) -> str:
         """The digest of trained tensors, whose parameters are gathered one unit at a time."""
         places = self.places()
@@ -673,24 +830,24 @@ class SharedStates(Units):
     ) -> Tensor:
         """``clip_grad_norm_``'s norm, over all workers' slices where gradients are such."""
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        with torch._C.DisableTorchFunctionSubclass():  # to scripts, slices may look whole
-            return self._norm_of(given, norm_type, error_if_nonfinite, foreach)
+        return self._norm_of(given, norm_type, error_if_nonfinite, foreach)
 
+    @plainly  # to scripts, slices look whole
     def _norm_of(
         self, given: list[Tensor], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
     ) -> Tensor:
-        own = {id(p.grad) for p in self._parameters if p.grad is not None}
+        grads = [*map(get_grad, self._parameters)]
+        own = {id(grad): n for n, grad in enumerate(grads) if grad is not None}
         asked = {id(tensor) for tensor in given}
-        if asked & own and not asked <= own:
+        if asked & own.keys() and not asked <= own.keys():
             raise TargetError(
                 "a norm is taken over gradients that workers share, and others",
                 hint="clip the gradients of each model by themselves",
             )
         # Of nothing another model asks, whose worker has no part of it.
-        if not asked or not asked <= own or not self._session.place.distributed:
+        if not asked or not asked <= own.keys() or not self._session.place.distributed:
             return self._norm(given, norm_type, error_if_nonfinite, foreach)
-        of = {id(p.grad): index for index, p in enumerate(self._parameters)}
-        indices, power = [of[id(tensor)] for tensor in given], float(norm_type)
+        indices, power = [own[id(tensor)] for tensor in given], float(norm_type)
         exchange = self._norm_of_whole if self._sums_order is not None else self._norm_of_parts
         norm = self.run(lambda: exchange(indices, power, foreach))
         if error_if_nonfinite and not bool(norm.isfinite()):
@@ -700,12 +857,9 @@ class SharedStates(Units):
     def _norm_of_parts(self, indices: Sequence[int], power: float, foreach: bool | None) -> Tensor:
         """The norm of what each worker owns of the gradients, and of these."""
         dtype = self._parameters[indices[0]].dtype if indices else torch.float32
-        numbers = {n: number for flat in self._flats for number, (n, _) in enumerate(flat.members)}
-        grads = {n: self._parameters[n].grad for n in indices}
+        grads = [(*self._places[n], get_grad(self._parameters[n])) for n in indices]
         # What it owns, not what it keeps: numbers that two workers keep would count twice.
-        owned = [
-            self._flat_of[n].owned_of(numbers[n], g) for n, g in grads.items() if g is not None
-        ]
+        owned = [flat.owned_of(number, g) for flat, number, g in grads if g is not None]
         # A worker without a share has no gradient to tell the dtype by.
         norm = self._norm([own for own in owned if own.numel()], power, False, foreach)
         norm = norm.to(self._session.device, torch.float64)

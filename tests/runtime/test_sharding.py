@@ -3,7 +3,7 @@
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
@@ -205,6 +205,22 @@ def test_weights_that_run_in_other_types_have_one_digest(
         assert one.dtype == torch.float64
         assert torch.allclose(one, other, rtol=0, atol=1e-5)
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_script_reads_and_writes_slices_as_whole_tensors(
+    tmp_path: Path, plan_of: Callable[..., Plan]
+) -> None:
+    """It clips, adds noise, prunes and averages by hand; what one worker reads alone is refused."""
+    launch(tmp_path, plan_of, ["hand"], "all", (1000, 3000), 2)
+    command = [sys.executable, HERE / "sharded_run.py", "2", tmp_path / "alone.pt", "hand", "parts"]
+    done = programs.run(command, timeout=240)
+    assert done.returncode == 0, done.stderr
+    alone, found = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "all-2-4000"))
+    assert "worker 0 reads words.weight between two steps" in found.pop("said")
+    assert not alone.pop("said")
+    torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -521,6 +537,34 @@ def test_state_dicts_of_slices_are_refused(capsys: pytest.CaptureFixture[str]) -
     pickle.dumps(model)
     optimizer.state_dict()  # beside the model's, which must not be lost
     assert "share of the states only; " in capsys.readouterr().err
+
+
+def test_updates_with_a_closure_leave_whole_tensors_to_the_script() -> None:
+    torch.manual_seed(0)
+    model, one = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    one.load_state_dict(model.state_dict())
+    data = torch.randn(4, 3, dtype=torch.float64)
+    optimizer, own = (torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (model, one))
+    job = hf.prepare(model, optimizer, mp_policy=MixedPrecisionPolicy(torch.float64))
+    for _ in range(2):
+        for batch in job.batches([data]):
+
+            def closure(batch: Any = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                return job.backward(lambda x: model(x).square().mean(), batch)
+
+            optimizer.step(closure)
+            own.zero_grad()
+            one(data).square().mean().backward()
+            own.step()
+            grads = [each.weight.grad for each in (model, one)]
+            torch.testing.assert_close(
+                *[torch.stack([g.norm(), g[1, 2]]) for g in grads if g is not None]
+            )
+            torch.testing.assert_close(model.weight.T @ data.T[:2], one.weight.T @ data.T[:2])
+            assert copy(model.weight).numel() == 6
+            model.add_module("extra", nn.ReLU())  # no parameter
+    job.finish()
 
 
 class _Seen(TorchDispatchMode):

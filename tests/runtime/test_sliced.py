@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hetflow.runtime.adapters.sliced import Origin, SlicedParameter, plain
+from hetflow.runtime.sharding.sliced import Origin, SlicedParameter, plain
 from hetflow.schema.errors import TargetError
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...schema.errors import TargetError
 from ...schema.options import option
-from ..sharding.flats import OF_NO_NUMBER, OF_NUMBERS, OF_SHAPE
+from .flats import OF_NO_NUMBER, OF_NUMBERS, OF_SHAPE
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,18 +69,20 @@ class Origin:
 
     def of(self, tensor: Tensor) -> Tensor:
         """A slice that is no parameter, and known to be one of this."""
-        tensor.__class__ = SlicedTensor
-        tensor._origin = Origin(self.shape, self.kept, self.bring)  # type: ignore[attr-defined]
+        if self.gradient is not None:  # of a parameter that may be whole later
+            return Origin(self.shape, self.kept, self.bring).of(tensor)
+        vars(tensor)["_origin"], tensor.__class__ = self, SlicedTensor
         return tensor
 
     def hold(self, parameter: nn.Parameter) -> None:
-        """Note that a parameter is a slice of this, wherever it is a ``SlicedParameter``."""
-        parameter._origin = self  # type: ignore[attr-defined]
+        """Let a parameter be a slice of this to the script."""
+        vars(parameter)["_origin"], parameter.__class__ = self, SlicedParameter
 
-    def forget(self, parameter: nn.Parameter) -> None:
-        """Leave a plain parameter, which is whole for good."""
+    @staticmethod
+    def leave(parameter: nn.Parameter) -> None:
+        """Let a parameter be what it is; nothing of its origin is pickled."""
         parameter.__class__ = nn.Parameter
-        del vars(parameter)["_origin"]
+        vars(parameter).pop("_origin", None)
 
 
 def _origin_of(value: Any) -> Origin | None:
@@ -111,6 +113,19 @@ class SlicedParameter(nn.Parameter):
     ) -> Any:
         """Call a function of torch's with whole tensors."""
         return _called(function, args, kwargs or {})
+
+    @property
+    def grad(self) -> Any:
+        """The gradient, which scripts ask for often: a property of Python's is the shortest way."""
+        with plain():
+            gradient = get_grad(self)
+            return self._origin.carried.get(self) if gradient is None else gradient
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        with plain():
+            self._origin.carried.pop(self, None)
+            _set(_SET_GRAD, self._origin.gradient, self, value)
 
     def _copy(self) -> nn.Parameter:
         with torch.no_grad():
@@ -149,6 +164,9 @@ class _Copied(Tensor):
             return _guarded(made, views)
 
 
+_GRAD: Any = Tensor.grad
+get_grad, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
+"""A tensor's gradient, without the property of ``SlicedParameter``."""
 _KINDS: tuple[type[Tensor], ...] = (SlicedTensor, SlicedParameter)
 _foreach_utils._foreach_supported_types += _KINDS
 _EACH = {
@@ -180,13 +198,10 @@ def _called(function: Any, args: Any, kwargs: Any) -> Any:
         origin = _origin_of(first)
         if name == "__get__":
             name = getattr(function.__self__, "__name__", "")
-            if name == "grad" and isinstance(first, SlicedParameter):
-                gradient = function(*args)
-                return first._origin.carried.get(first) if gradient is None else gradient
             if origin is None or name not in OF_SHAPE | OF_NUMBERS:
                 return function(*args)
         if name == "__set__":
-            return _set(function, origin, *args)
+            return _set(function, origin if function.__self__.__name__ == "data" else None, *args)
         if origin is not None and name in OF_SHAPE:
             return function(torch.empty(origin.shape, dtype=first.dtype, device="meta"), *args[1:])
         if origin is not None and name in ("data", "detach"):
@@ -202,13 +217,8 @@ def _called(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _set(function: Any, origin: Origin | None, self: Tensor, value: Any) -> Any:
-    """Set an attribute: of ``data`` and ``grad`` the slice is kept."""
+    """Set an attribute; of ``data`` and ``grad``, which have an origin, the slice is kept."""
     name = function.__self__.__name__
-    if name == "grad" and isinstance(self, SlicedParameter):
-        origin = self._origin.gradient
-        self._origin.carried.pop(self, None)
-    elif name != "data":
-        origin = None
     if origin is None or not isinstance(value, Tensor):
         return function(self, value)
     if _origin_of(value) is None:
