@@ -50,6 +50,7 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _FILLS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_")
 _DEEPEST = 8
 """Levels of nested values in which tensors are looked for."""
+_STATE = "the optimizer's state"
 _INSIDE = "do it inside the block, or build the model without hf.deferred()"
 
 
@@ -441,7 +442,7 @@ def settle(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Non
             for parameter in group["params"]:
                 named.setdefault(id(parameter), (f"optimizers[{number}]", parameter))
         for parameter, state in getattr(optimizer, "state", {}).items():
-            name = f"the optimizer's state of {named.get(id(parameter), ('a parameter',))[0]}"
+            name = f"{_STATE} of {named.get(id(parameter), ('a parameter',))[0]}"
             for key, entry in state.items():
                 if isinstance(entry, Tensor):
                     state[key] = value(entry, name)
@@ -471,9 +472,10 @@ def _waiting_of(tensor: Tensor, name: str) -> _Waiting:
                     hint=_INSIDE,
                 )
             return _Waiting(tape, ref)
+    what = "optimizer" if name.startswith(_STATE) else "model"
     raise TargetError(
         f"{name} is on the meta device, so it has no value",
-        hint="build the model inside `with hf.deferred():`, which records the values",
+        hint=f"build the {what} inside `with hf.deferred():`, which records the values",
     )
 
 

@@ -141,6 +141,14 @@ def test_what_has_no_record_is_refused(change: Callable[..., nn.Module], said: s
         hf.prepare(change(model), device="cpu")
 
 
+def test_a_state_that_an_optimizer_made_outside_is_refused() -> None:
+    with hf.deferred():
+        model = nn.Linear(2, 2)
+    with pytest.raises(TargetError, match="state of weight is on the meta") as refused:
+        hf.prepare(model, torch.optim.Adagrad(model.parameters()), device="cpu")
+    assert "build the optimizer inside" in str(refused.value.hint)
+
+
 def test_a_meta_tensor_from_outside_is_refused() -> None:
     outside = torch.empty(2, device="meta")
     with pytest.raises(TargetError, match="was made before"), hf.deferred():
