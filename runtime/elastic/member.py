@@ -183,7 +183,7 @@ class Member:
         self._waits = False
         if not self._repeats and self._survives:
             self._survives = False
-            self._control.send(Fragile())
+            self._control.send(Fragile(why="passes of a loop of the script's own run once"))
         on_host = self._survives and not is_on_devices()
         give_up_when((lambda: self._control.is_broken) if on_host else None)
         if not self._survives or on_host:
@@ -196,7 +196,7 @@ class Member:
             self._control.abort = abort_groups
         else:
             self._survives = False
-            self._control.send(Fragile())
+            self._control.send(Fragile(why="collectives of its devices are not given up"))
 
     def _complete(self) -> None:
         """Wait until the device has done this operation; PeerLostError if its result is garbage."""

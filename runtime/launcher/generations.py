@@ -150,7 +150,7 @@ class Generations(Supervisor):
 
     def __init__(self, launched: Launched, hosts: Hosts) -> None:
         super().__init__(launched, hosts)
-        self._on_failure, self._is_fragile = launched.request.policy, False
+        self._on_failure, self._fragile = launched.request.policy, ""
         self._has_checkpoints = launched.request.checkpoint is not None
         self._phase: Literal["starting", "running", "changing", "switching", "breaking", "forming"]
         self._phase = "starting"
@@ -216,7 +216,7 @@ class Generations(Supervisor):
                 if message.generation == self._highest:  # else it will say so of this one, too
                     self._losses.operations[name] = message.operation
             case Fragile():
-                self._is_fragile = True
+                self._fragile = message.why
             case Closed():
                 self._closed = message.why
                 if change is not None:
@@ -383,7 +383,7 @@ class Generations(Supervisor):
     @property
     def _survives(self) -> bool:
         """Whether the others go on when a worker dies in a step."""
-        return self._on_failure != "stop" and self._closed is None and not self._is_fragile
+        return self._on_failure != "stop" and self._closed is None and not self._fragile
 
     @property
     def _restarts(self) -> bool:
@@ -430,6 +430,9 @@ class Generations(Supervisor):
 
     def _explained(self, failure: Failure, name: str) -> Failure:
         """With whose loss it did not survive."""
+        if not self._losses.dead and self._fragile and failure.by_signal and self.config.redundancy:
+            said = f"{failure.sentence()}; the others cannot go on without it: {self._fragile}"
+            return replace(failure, sentence_of_ours=said, hint=told(_WITH_CHECKPOINTS))
         if not self._losses.dead:
             return failure
         if not failure.is_echo:
@@ -463,7 +466,7 @@ class Generations(Supervisor):
         self._losses = LostWorkers()
         self._phase, self._joined = "starting", set()
         # What workers said of themselves ended with them; the new ones say it again.
-        self._closed, self._is_fragile = None, False
+        self._closed, self._fragile = None, ""
         wanted, self._wanted = self._wanted or self.config, None
         left = self._start_again(wanted)
         self._remember("restart", cause, tuple(self._ranks), left)

@@ -165,8 +165,9 @@ class Closed:
 
 @record
 class Fragile:
-    """The others cannot continue if a worker dies, because no process knows their positions."""
+    """The others cannot continue if a worker dies."""
 
+    why: str
     kind: Literal["fragile"] = "fragile"
 
 

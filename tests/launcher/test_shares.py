@@ -78,3 +78,17 @@ def test_the_others_go_on_without_lost_workers_where_shares_are_kept_twice(
     record = launch.record()
     assert record["parameters_digest"] == undisturbed
     assert [len(generation["workers"]) for generation in record["generations"]] == [3, 2, 1]
+
+
+@pytest.mark.slow
+def test_a_loop_over_parts_says_why_the_others_do_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IN_PARTS", "1")
+    plan = shares_of([3, 3, 2], (1, 2, 1), "optimizer")
+    launch = Launch(tmp_path / "run", [], "--redundancy", "1", holds=[2], plan=plan)
+    launch.wait_for_step(2, workers=3)
+    launch.kill(1)
+    said = launch.process.communicate(timeout=120)[1]
+    assert "was killed by SIGKILL; the others cannot go on without it: passes of a loop" in said
+    assert "hint: with --checkpoint" in said

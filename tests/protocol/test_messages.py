@@ -50,7 +50,7 @@ TO_CONTROLLER: tuple[FromWorker, ...] = (
     Paused(generation=2, pause_seconds=0.0),
     Lost(generation=0, operation=3, why="lost another worker in all_reduce:\n\u00e9"),
     Closed(why="the script prepares several models"),
-    Fragile(),
+    Fragile(why="loops"),
     Finished(),
     Reported(),
     Unreadable(why="$: must be an object"),
