@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hetflow.planning.costs.device_table import spec_of
-from hetflow.profilers import targets
-from hetflow.profilers.operator_counts import count_model
 
-from .measured import Measured
+from .measured import Measured, counted
 
 SPECS = {
     "K80": spec_of("K80"), "P100": spec_of("P100-PCIE-16GB"), "V100": spec_of("V100-SXM2-16GB"),
@@ -31,15 +29,13 @@ def gavel_steps(folder: Path) -> Iterator[Measured]:
             if scale_factor == 1 and job.startswith(_JOB) and rates["null"] > 0:
                 size = int(job.rpartition(" ")[2].rstrip(")"))
                 steps[device, size] = 1 / rates["null"]
-    sizes = sorted({size for _, size in steps})
-    counts = count_model(targets.parse("zoo:resnet50"), sizes, (), "sgd-momentum")
-    passes = {one.batch_size: one for one in counts.passes}
+    operators_at = counted("zoo:resnet50", False)
     for (device, size), seconds in sorted(steps.items()):
         yield Measured(
             source="Gavel",
             model=_JOB,
             config=f"batch {size}",
             spec=SPECS[device],
-            operators=((1, passes[size].forward + passes[size].backward), (1, counts.update)),
+            operators=operators_at(size),
             seconds=seconds,
         )

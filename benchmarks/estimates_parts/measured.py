@@ -3,8 +3,8 @@
 import csv
 import json
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetflow.planning.costs.device_table import DeviceSpec, spec_of
+from hetflow.profilers import targets
+from hetflow.profilers.operator_counts import count_model
 from hetflow.schema.layers import Operator
 
 from .megatron import Shape, block_counts, head_counts
@@ -27,6 +29,8 @@ VTRAIN = spec_of("A100-SXM4-80GB")
 # OPT's published configuration has no dropout in its attention.
 OPT = Shape(1024, 16, 2048, attention_dropout=0.0)
 _VTRAIN_VOCABULARY = 51200
+_COUNTED_AT = (16, 32)  # other batch sizes follow
+Operators = tuple[tuple[int, tuple[Operator, ...]], ...]
 ADAM_BYTES = 30  # a parameter: gradient, two moments and 32-bit weight read and written, copies
 
 
@@ -51,12 +55,40 @@ class Measured:
     model: str
     config: str
     spec: DeviceSpec
-    operators: tuple[tuple[int, tuple[Operator, ...]], ...]
+    operators: Operators
     moved_bytes: float = 0.0
     sent_bytes: float = 0.0
     seconds: float
     weight: int = 1
     samples: int = 1
+
+
+@cache
+def counted(target: str, is_half: bool) -> Callable[[int], Operators]:
+    """What a step of a model calls, by batch size.
+
+    Operations and bytes of each operator are linear in it, so two sizes are counted.
+    """
+    counts = count_model(
+        targets.parse(target), _COUNTED_AT, (), "sgd-momentum",
+        precision="float16" if is_half else None,
+    )  # fmt: skip
+    small, large = (one.forward + one.backward for one in counts.passes)
+    first, last = _COUNTED_AT
+
+    def at(size: int, one: Operator, other: Operator) -> Operator:
+        assert replace(one, flops=0.0, num_bytes=0) == replace(other, flops=0.0, num_bytes=0)
+        share = (size - first) / (last - first)
+        return replace(
+            one,
+            flops=one.flops + share * (other.flops - one.flops),
+            num_bytes=round(one.num_bytes + share * (other.num_bytes - one.num_bytes)),
+        )
+
+    return lambda size: (
+        (1, tuple(at(size, *pair) for pair in zip(small, large, strict=True))),
+        (1, counts.update),
+    )
 
 
 @cache

@@ -13,17 +13,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hetflow.planning.costs.device_table import spec_of
-from hetflow.profilers import targets
-from hetflow.profilers.operator_counts import count_model
-from hetflow.schema.layers import Operator
-from hetflow.schema.options import Precision
 
-from .measured import ADAM_BYTES, Measured
+from .measured import ADAM_BYTES, Measured, Operators, counted
 from .megatron import Shape, block_counts, head_counts
 
 _DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 FIGURES, EARLIER = _DATA / "training_figures.csv", _DATA / "earlier_figures.csv"
-_PRECISIONS: dict[str, Precision] = {"TF32": "tf32", "FP32": "float32", "AMP fp16": "float16"}
+_HALF = "AMP fp16"
 _MODELS = Path(__file__).with_name("published_models.py")
 _CONVOLUTIONAL = {  # and in channels_last, which only NVIDIA's 16-bit runs are (configs.yml)
     "ResNet-50": ("zoo:resnet50", f"{_MODELS}:resnet50_channels_last"),
@@ -31,33 +27,28 @@ _CONVOLUTIONAL = {  # and in channels_last, which only NVIDIA's 16-bit runs are 
 }
 _BERT = {"BERT-base": (768, 12), "BERT-large": (1024, 24)}  # width and layers
 _NVIDIA = "NVIDIA/DeepLearningExamples"
-_OF_UNKNOWN_KERNELS = (_NVIDIA, "BERT-large", "float16")  # apex's fused ones: no operator tells
-Operators = tuple[tuple[int, tuple[Operator, ...]], ...]
+_OF_UNKNOWN_KERNELS = (_NVIDIA, "BERT-large", True)  # apex's fused ones: no operator tells
 
 
 def published_steps(figures: Path = FIGURES) -> Iterator[Measured]:
     """A step, or a pass of BERT's pretraining, for each figure of a table."""
     with figures.open(encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
-            size, precision = int(row["batch_per_gpu"]), _PRECISIONS[row["precision"]]
+            size, is_half = int(row["batch_per_gpu"]), row["precision"] == _HALF
             source, model = row["repository"], row["model"]
             name = model.partition(" ")[0]
-            if (source, name, precision) == _OF_UNKNOWN_KERNELS:
+            if (source, name, is_half) == _OF_UNKNOWN_KERNELS:
                 continue
             is_whole = "SQuAD" in model
             yield Measured(
                 source=source.partition("/")[0],
                 model=name,
-                config="16 bits" if precision == "float16" else "32 bits",
+                config="16 bits" if is_half else "32 bits",
                 spec=spec_of(row["gpu"]),
                 operators=(
-                    _convolutional(
-                        _CONVOLUTIONAL[name][source == _NVIDIA and precision == "float16"],
-                        size,
-                        precision,
-                    )
+                    counted(_CONVOLUTIONAL[name][source == _NVIDIA and is_half], is_half)(size)
                     if name in _CONVOLUTIONAL
-                    else _bert(name, int(model.rpartition(" ")[2]), size, precision, is_whole)
+                    else _bert(name, int(model.rpartition(" ")[2]), size, is_half, is_whole)
                 ),
                 moved_bytes=_adam_bytes(name) if is_whole else 0.0,
                 seconds=size / float(row["figure"]),
@@ -66,15 +57,8 @@ def published_steps(figures: Path = FIGURES) -> Iterator[Measured]:
 
 
 @cache
-def _convolutional(target: str, size: int, precision: Precision) -> Operators:
-    counts = count_model(targets.parse(target), (size,), (), "sgd-momentum", precision=precision)
-    (found,) = counts.passes
-    return (1, found.forward + found.backward), (1, counts.update)
-
-
-@cache
-def _bert(name: str, length: int, size: int, precision: Precision, is_squad: bool) -> Operators:
-    dtype = torch.float16 if precision == "float16" else torch.float32
+def _bert(name: str, length: int, size: int, is_half: bool, is_squad: bool) -> Operators:
+    dtype = torch.float16 if is_half else torch.float32
     width, layers = _BERT[name]
     shape = Shape(width, width // 64, length, vocabulary=30528, dtype=dtype)
     with FakeTensorMode():
