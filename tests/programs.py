@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import IO, Any, Self
 from unittest import mock
 
@@ -161,6 +161,24 @@ def run(
         raise
     assert program.returncode is not None
     return subprocess.CompletedProcess(command, program.returncode, out, err)
+
+
+def _run_as_subprocess(
+    command: Sequence[str | Path],
+    *,
+    check: bool,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    **_: object,
+) -> "subprocess.CompletedProcess[str]":
+    done = run(command, timeout=600.0, env=env, cwd=cwd)
+    if check:
+        done.check_returncode()
+    return done
+
+
+SUBPROCESS = SimpleNamespace(run=_run_as_subprocess, Popen=start, PIPE=subprocess.PIPE)
+"""For a script that starts Python programs with ``subprocess``, in its place."""
 
 
 def run_until_stopped(

@@ -1,18 +1,12 @@
 """The example at its smallest: a solved pipeline trains as one device does, in about the time
 that was predicted."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
-import hetflow.examples
+from hetflow.examples.pipeline_end_to_end import run as example
 from hetflow.tests import programs
 
 pytestmark = pytest.mark.measures
-
-FOLDER = Path(hetflow.examples.__file__).parent / "pipeline_end_to_end"
 
 
 @pytest.mark.slow
@@ -20,12 +14,7 @@ def test_a_solved_pipeline_on_unlike_devices_equals_one_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
-    spec = importlib.util.spec_from_file_location("pipeline_end_to_end", FOLDER / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, example)
-    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "subprocess", programs.SUBPROCESS)
     (found,) = example.compare(("gpt",), (example.POOLS[1],), 3, quick=True)
     assert "cpu:fast" in found.stages
     assert "cpu:slow" in found.stages

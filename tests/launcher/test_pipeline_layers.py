@@ -83,10 +83,8 @@ def test_gpt2_of_transformers_trains_as_on_one_device(tmp_path: Path) -> None:
     done = hetflow(tmp_path, "launch", "-o", "run", "plan.json", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Adam keeps 2 bytes of state a byte of weights, the plan's") == 1
-    alone = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True,
-    )  # fmt: skip
+    alone = programs.run([sys.executable, "train.py"], cwd=tmp_path, timeout=240)
+    assert alone.returncode == 0, alone.stderr
     record = files.read(tmp_path / "run" / "run.json", RunRecord)
     # The last batch is short: 12 samples, so the graph must not have fixed its batch size.
     assert record.final_loss == pytest.approx(float(alone.stdout.split()[-1]), rel=1e-10)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
 from hetflow.schema.schedule import SCHEDULES
+from hetflow.tests import programs
 from hetflow.tests.examples.plugins import PLUGINS, forget, install
 
 SCRIPT = """
@@ -46,12 +46,9 @@ def test_workers_find_the_schedule_and_train_as_1f1b_does(
         for schedule in ("1f1b", "eager-1f1b"):
             plan, run = tmp_path / f"{schedule}.json", tmp_path / schedule
             files.write(plan, dataclasses.replace(two_stages, schedule=schedule))
-            done = subprocess.run(
+            done = programs.run(
                 [sys.executable, "-m", "hetflow", "launch", "-o", run, plan, tmp_path / "train.py"],
-                capture_output=True,
-                text=True,
                 timeout=300,
-                check=False,
                 env={**os.environ, "PYTHONPATH": str(site)},
             )
             assert done.returncode == 0, done.stderr

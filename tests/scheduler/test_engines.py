@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,20 +12,13 @@ from hetflow.clusters.scheduler.store import ClusterStore
 from hetflow.tests.engines import ray_nodes, slurm_daemons
 
 from .conftest import write_workplace
-from .test_live import SCRIPT, hetflow, left_over, until_it_schedules
+from .test_live import SCRIPT, hetflow, left_over, start, until_it_schedules
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-START = ["cluster", "start", "--gpus", "1xcpu:fast,1xcpu:slow", "--round", "3", "--grace", "20"]
 # So long that both jobs run beside each other, however late the second one is submitted.
 STEPS = 400
 LONG_SCRIPT = SCRIPT.replace("range(50)", f"range({STEPS // 4})")
 LIMIT_SECONDS = 300.0
-
-
-def start(folder: Path, engine: str) -> subprocess.Popen[bytes]:
-    with (folder / "scheduler.log").open("ab") as log:
-        command = [sys.executable, "-m", "hetflow", *START, "--engine", engine]
-        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
 
 
 @pytest.fixture
@@ -46,7 +38,7 @@ def said(store: ClusterStore) -> str:
 
 def run_two_jobs(folder: Path, engine: str) -> None:
     """Run two jobs, kill the scheduler while both run, and start it again until they are done."""
-    scheduler = start(folder, engine)
+    scheduler = start(folder, "--round", "3", "--engine", engine)
     try:
         end = time.monotonic() + LIMIT_SECONDS
         until_it_schedules(folder)
@@ -64,7 +56,7 @@ def run_two_jobs(folder: Path, engine: str) -> None:
                 is_killed = True
                 scheduler.send_signal(signal.SIGKILL)
                 scheduler.wait()
-                scheduler = start(folder, engine)
+                scheduler = start(folder, "--round", "3", "--engine", engine)
         jobs = view.queue(store)
         assert is_killed
         assert len({job.digest for job in jobs}) == 1

@@ -81,10 +81,10 @@ def hetflow(*words: str, folder: Path) -> str:
     return answer.stdout
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
+def start(folder: Path, *more: str) -> "programs.Program | subprocess.Popen[str]":
     with (folder / "scheduler.log").open("ab") as log:
-        command = [sys.executable, "-m", "hetflow", *START]
-        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+        command = [sys.executable, "-m", "hetflow", *START, *more]
+        return programs.start(command, cwd=folder, stdout=log, stderr=log)
 
 
 def test_jobs_moved_and_orphaned_end_as_the_same_job_alone(folder: Path, alone: str) -> None:

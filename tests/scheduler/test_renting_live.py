@@ -110,7 +110,7 @@ def test_nothing_outlives_an_agent_that_is_killed(folder: Path, alone: list[str]
     kills = 0
     while kills < NUM_KILLS:
         with (folder / "agent.log").open("ab") as log:
-            agent = subprocess.Popen(
+            agent = programs.start(
                 [sys.executable, "-m", "hetflow", *RENT], cwd=folder, stdout=log, stderr=log
             )
         try:
