@@ -231,15 +231,8 @@ def test_losses_train_or_are_refused_as_without_sharing(
     """As under a split of whole states, and both workers alike: else they would hang."""
     found: dict[Shard | None, dict[str, Any]] = {}
     for shard in (None, *get_args(Shard)):
-        files.write(tmp_path / f"{shard}.json", shared(plan_of([(2, 6), (2, 2)]), shard, (1, 3)))
-        (tmp_path / f"{shard}").mkdir()
-        command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / "runs"]
-        command += ["--force", tmp_path / f"{shard}.json", HERE / "sharded_losses.py"]
-        done = programs.run([*command, tmp_path / f"{shard}"], timeout=120)
-        assert done.returncode == 0, done.stderr
-        one, other = (torch.load(tmp_path / f"{shard}" / f"{rank}.pt") for rank in (0, 1))
-        assert str(one) == str(other)
-        found[shard] = one
+        plan = shared(plan_of([(2, 6), (2, 2)]), shard, (1, 3))
+        found[shard] = trained_by(tmp_path, plan, "sharded_losses.py", shard)
     own_ends = {
         ("all", "penalised"): "reads 0.weight outside of its layer",
         ("all", "penalised_first"): "reads 0.weight outside of its layer",
@@ -259,38 +252,46 @@ def test_losses_train_or_are_refused_as_without_sharing(
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("shard", get_args(Shard))
 def test_weights_read_outside_of_layers_in_late_steps_are_whole_or_refused(
-    tmp_path: Path, plan_of: Callable[..., Plan], shard: Shard
+    tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     """In steps that test no loss: as in a split of whole states, or one line on all workers."""
-    found: list[dict[tuple[str, int], Any]] = []
-    for way in (None, shard):
-        files.write(tmp_path / f"{way}.json", shared(plan_of([(1, 4), (1, 4)]), way, (1, 3)))
-        (tmp_path / f"{way}").mkdir()
-        command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", tmp_path / "runs"]
-        command += ["--force", tmp_path / f"{way}.json", HERE / "sharded_reads.py"]
-        done = programs.run([*command, tmp_path / f"{way}"], timeout=240)
-        assert done.returncode == 0, done.stderr
-        one, other = (torch.load(tmp_path / f"{way}" / f"{rank}.pt") for rank in (0, 1))
-        assert str(one) == str(other)
-        found.append(one)
-    refused = set()
-    for (name, step), expected in found[0].items():
-        made = found[1][name, step]
-        if isinstance(made, str):
-            own = (
-                "copies a model whose states" if "model copied" in name else "outside of its layer"
-            )
-            assert own in made, (name, step)
-            refused.add(name)
-        else:
-            torch.testing.assert_close(made, expected, rtol=0, atol=1e-10, msg=f"{name}, {step}")
+    found: dict[Shard | None, dict[tuple[str, int], Any]] = {}
+    for shard in (None, *get_args(Shard)):
+        plan = shared(plan_of([(1, 4), (1, 4)]), shard, (1, 3))
+        found[shard] = trained_by(tmp_path, plan, "sharded_reads.py", shard)
     # Of a gradient that comes when its layer has gone back workers have summed the layer's.
-    late = {"square ahead", "all squares ahead"} if shard == "gradients" else set[str]()
+    late = {"square ahead", "all squares ahead"}
     no_numbers = {"numel ahead", "shape ahead", "types ahead"}
-    everything = {name for name, _ in found[0]} - no_numbers
-    assert refused == (everything if shard == "all" else {"model copied ahead"} | late)
+    everything = {name for name, _ in found[None]} - no_numbers
+    for shard in get_args(Shard):
+        refused = set()
+        for (name, step), expected in found[None].items():
+            made = found[shard][name, step]
+            if isinstance(made, str):
+                is_copy = "model copied" in name
+                own = "copies a model whose states" if is_copy else "outside of its layer"
+                assert own in made, (name, step)
+                refused.add(name)
+            else:
+                torch.testing.assert_close(
+                    made, expected, rtol=0, atol=1e-10, msg=f"{name}, {step}"
+                )
+        sooner = {"model copied ahead"} | (late if shard == "gradients" else set())
+        assert refused == (everything if shard == "all" else sooner)
+
+
+def trained_by(folder: Path, plan: Plan, script: str, shard: Shard | None) -> dict[Any, Any]:
+    """What a script saved on both workers of a plan."""
+    files.write(folder / f"{shard}.json", plan)
+    (folder / f"{shard}").mkdir()
+    command = [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", folder / "runs"]
+    command += ["--force", folder / f"{shard}.json", HERE / script, folder / f"{shard}"]
+    done = programs.run(command, timeout=240)
+    assert done.returncode == 0, done.stderr
+    one, other = (torch.load(folder / f"{shard}" / f"{rank}.pt") for rank in (0, 1))
+    assert str(one) == str(other)
+    return dict(one)
 
 
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
