@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import hetflow
 from hetflow.profilers.bench import Bench
-from hetflow.profilers.layers import call_of, find_layers, graph_of, measure_layers
+from hetflow.profilers.layers import call_of, graph_of, measure_layers
 from hetflow.profilers.targets import Workload
 from hetflow.runtime.pipeline.cut import LayeredModel, check_crossing, cut, like
 from hetflow.runtime.pipeline.evaluation import StageEvaluation
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.processes
 
 KINDS_FILE = Path(__file__).with_name("model_kinds.py")
 
-TRACED_AT, DROPOUT = 4, 0.3
+DROPOUT = 0.3
 # Each takes seconds; of kinds that are alike one is enough between two commits.
 EVALUATED = {"plain_gpt", "hf_llama", "hf_gpt2", "hf_bert", "hf_vit", "nano_gpt", "plain_vit"}
 EXPORTED = set(KINDS) - {"plain_vit", "resnet", "unet"}
@@ -84,7 +85,9 @@ def outcome(model: nn.Module, loss: Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_stage_by_stage_is_as_in_one_piece(kind: str) -> None:
-    trace = find_layers(bench_of(*build(kind, DROPOUT)), TRACED_AT).trace
+    layers = profile_of(kind).layers
+    assert layers is not None
+    assert (trace := layers.trace) is not None
     assert trace.way == ("export" if kind in EXPORTED else "fx"), trace.reason
     model, make_batch, loss_of = build(kind, DROPOUT)
     layered = layers_of(model, trace)
@@ -144,7 +147,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@cache
 def profile_of(kind: str) -> Profile:
+    """A profile whose layers are measured, as both tests of a kind need them."""
     measured = measure_layers(bench_of(*build(kind)), 2, 1)
     return Profile(
         model=kind,
