@@ -188,9 +188,6 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "d2-unlike-gradients-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "chunks-d2-gradients-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-d2-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
-        "exported-gpt2-weights": (
-            "gpt2:adam:clip-unseen", [(GPT2[0], (1, 1)), (GPT2[1], (1, 1))]
-        ),
         "exported-qwen-weights-unlike-again": (
             "qwen:sgd:clip-inf-unseen", [((*QWEN[0], *QWEN[1][:2]), (1, 1)), (QWEN[1][2:], (1, 1))]
         ),
