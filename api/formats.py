@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..formats.exporters.registry import EXPORTERS
+from ..formats.exporters.registry import EXPORTERS, CheckpointExporter
 from ..formats.importers.pipedream import profile_of
 from ..formats.importers.price_lists import read_instance_types
 from ..formats.importers.recognise import is_market, read_market
@@ -56,7 +56,7 @@ def export(request: ExportRequest) -> str:
     """
     made = _deployment(request)
     chosen = EXPORTERS.get(request.target)
-    if Deployment not in chosen.takes:
+    if isinstance(chosen, CheckpointExporter) or Deployment not in chosen.takes:
         raise ProblemError(
             f"{request.target} starts no plan",
             hint="targets are slurm, kubernetes, skypilot, torchrun, ...",

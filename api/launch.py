@@ -44,7 +44,7 @@ def launch(request: LaunchingRequest) -> RunRecord | None:
         >>> record.status, record.world_size
         ('done', 1)
     """
-    from ..devices.torch_version import check_installed_torch
+    from ..devices.torch_support import check_installed_torch
     from ..runtime.launcher.controller import launch as run
     from ..runtime.launcher.request import run_folder
 

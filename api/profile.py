@@ -46,7 +46,7 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
         ([8], True)
     """
     from ..devices.local import local_devices, parse_requests
-    from ..devices.precision import emulated_bfloat16, mixed_tf32
+    from ..devices.torch_support import emulated_bfloat16, mixed_tf32
     from ..profilers import targets
     from ..profilers.batch_curve import CurveLimits, parse_sizes
     from ..profilers.estimate import EstimateOptions, estimate_target, specs_of

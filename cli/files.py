@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ..schema.errors import ProblemError
+from ..schema.options import option
 from ..schema.requests.files import ExportRequest, ImportRequest, ShowRequest
 from .asking import Asked, asks
 from .common import ForceFlag, JsonFlag, OutputOption, emit, emit_file, emit_json, note
@@ -86,14 +87,15 @@ def export(
 ) -> None:
     """Write what starts a plan on a cluster, or a file in a foreign format.
 
-    Without -o it is printed, and nothing is started or written.
+    Without -o it is printed, and nothing is started or written. A checkpoint needs -o.
 
     \b
     hetflow export plan.json --to slurm -- train.py --epochs 3
     hetflow export plan.json --to kubernetes --image me/train --name V100=Tesla-V100-SXM2-16GB -- train.py
     hetflow export v100.json -o graph.txt
+    hetflow export ckpt --to dcp -o dcp
     """  # noqa: E501
-    from ..formats.exporters.registry import EXPORTERS
+    from ..formats.exporters.registry import EXPORTERS, CheckpointExporter
     from ..schema import files
     from ..schema.deployment import Deployment
 
@@ -101,6 +103,19 @@ def export(
     files.check_outputs(output, force=force)
     chosen = EXPORTERS.get(asked.setdefault("target", "pipedream"))
     record: object
+    if isinstance(chosen, CheckpointExporter):
+        if output is None or script:
+            raise ProblemError(
+                f"{chosen.name} starts no script, got {script!r}"
+                if script
+                else f"{chosen.name} is no text that can be printed",
+                hint=f"give {option('output', 'NAME')} alone",
+            )
+        contents = chosen.write(Path(file), output)
+        note(f"{contents} written to {output}")
+        if json:
+            emit_json({"format": chosen.name, "output": str(output), "contents": contents})
+        return
     if Deployment in chosen.takes:
         from ..api.formats import deployment_of
 

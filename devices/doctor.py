@@ -26,8 +26,13 @@ from ..schema.files import read_text
 from ..schema.spelling import whole_number
 from .cuda import nvidia_driver
 from .memory import free_memory_bytes, machine_memory_bytes
-from .precision import TF32_OVERRIDE, emulated_bfloat16, mixed_tf32
-from .torch_version import OLDEST, is_too_old
+from .torch_support import (
+    OLDEST,
+    TF32_OVERRIDE,
+    emulated_bfloat16,
+    is_too_old,
+    mixed_tf32,
+)
 
 EXTRAS = {
     "matplotlib": ("plots", "plots in `hetflow show`"),

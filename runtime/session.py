@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .agreement.agreement import CompareSchedule
 from .group import Place
 from .measurements import StepClock
-from .setup import named_parameters
+from .setup import named_parameters, state_dict_names
 from .sharding.precision import AS_IS, Precision
 from .virtual_nodes import batch_sizes_of, holders_of, pass_holder_of
 
@@ -41,6 +41,7 @@ class Session:
         place: This worker among the others; it changes where workers join and leave.
         position: How far the script is.
         parameters: Every parameter to synchronise, by name.
+        state_dict_names: As ``setup.state_dict_names`` gives them of the whole model.
         device: Where the passes run.
         clock: Marks the parts of each step.
         holder: Stretches the passes of an emulated device; None on a real one.
@@ -70,6 +71,7 @@ class Session:
         self.model, self.optimizers, self.seed = model, tuple(optimizers), seed
         self.device = place.device
         self.parameters = named_parameters(model, self.optimizers)
+        self.state_dict_names = state_dict_names(model)
         self.clock, self.holder = StepClock(place.device), pass_holder_of(place)
         self.batch_sizes = batch_sizes_of(place)
         self.watch = watch

@@ -132,6 +132,28 @@ def named_parameters(
     return named
 
 
+def state_dict_names(model: nn.Module) -> dict[str, Any]:
+    """How a model's ``state_dict`` differs in names from a checkpoint, which has a tensor once.
+
+    Returns:
+        ``tied``: a further name -> the first one of its parameter or buffer. ``unsaved``: names of
+        the buffers that a state dict leaves out.
+    """
+    first = dict[int, str]()
+    tied, unsaved = dict[str, str](), list[str]()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is None:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            known = first.setdefault(id(value), name)
+            if key in module._non_persistent_buffers_set:
+                unsaved.append(name)
+            elif known != name:
+                tied[name] = known
+    return {"tied": tied, "unsaved": unsaved}
+
+
 def broadcast_state(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],

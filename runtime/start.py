@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..devices.backend import backend_of
-from ..devices.torch_version import check_torch
+from ..devices.torch_support import check_torch
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig
 from ..schema.options import option

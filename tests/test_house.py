@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "checks": {"schema"},  # what it judges is made by everybody else
     "solvers": {"schema", "costs", "schedules"},
     "importers": {"schema"},
-    "exporters": {"schema"},
+    "exporters": {"schema", "runtime"},  # of checkpoints
     "planning": {"schema", "costs", "schedules", "solvers", "checks", "devices"},
     "protocol": {"schema", "schedules", "devices"},
     "preload": {"schema", "devices", "protocol"},
@@ -77,7 +77,7 @@ WINGS = {
 WING_OF = {room: wing for wing, rooms in WINGS.items() for room in rooms}
 PUBLIC_OF = {"cli": {f"hetflow.{name}" for name in hetflow.__all__}}  # commands call the public API
 TORCH_AT_IMPORT = {"runtime", "examples"}
-TORCH_WHEN_ASKED = {"devices", "profilers", "launcher", "testing"}
+TORCH_WHEN_ASKED = {"devices", "exporters", "profilers", "launcher", "testing"}
 MODELS = ROOT / "profilers" / "zoo"  # model classes; loaded by name only
 LIBRARIES_OF_FEW_FILES = {
     "pulp": {"solvers/lp.py"},

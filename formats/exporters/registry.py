@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ...schema.plugins import Registry
@@ -29,12 +30,26 @@ class Exporter:
     document: Callable[[Any, str], dict[str, Any]]
 
 
-EXPORTERS: Registry[Exporter] = Registry(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointExporter:
+    """A foreign format of checkpoints.
+
+    Attributes:
+        name: The format's name for ``hetflow export --to``.
+        write: Reads a checkpoint's folder and writes a new folder or file, atomically. Returns what
+            it wrote, for people.
+    """
+
+    name: str
+    write: Callable[[Path, Path], str]
+
+
+EXPORTERS: Registry[Exporter | CheckpointExporter] = Registry(
     "export format",
     group="hetflow.exporters",
     own=tuple(
         f"hetflow.formats.exporters.{name}"
-        for name in ("pipedream", "slurm", "kubernetes", "skypilot", "ray", "hosts")
+        for name in ("pipedream", "slurm", "kubernetes", "skypilot", "ray", "hosts", "checkpoints")
     ),
 )
 

@@ -11,15 +11,17 @@ import contextlib
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 import secrets
 import shutil
 import stat
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,6 +53,7 @@ DTYPES = {
 PART = re.compile(r"^part-([0-9]+)-of-([0-9]+)$")
 _BODY = {"schema", "header", "state", "tensors", "tensors_sha256", "tensors_bytes"}
 _HEADER = {"virtual_nodes", "seed", "parameters", "step", "position"}
+_NAMES = {"optimizer_order", "tied", "unsaved"}  # hetflow 0.1.0 wrote none, but parts the first
 _PART_HEADER = {"part", "num_parts", "run", "stages", "optimizer_order", "registered_sha256"}
 _STATE = {"parameters", "optimizer", "buffers", "registered", "last_weight"}
 _PART_STATE = {"late_loss"}
@@ -128,7 +131,7 @@ def check_whole(path: Path, header: Any, state: Any) -> None:
     Raises:
         BrokenCheckpoint: Names the first field that a job would write otherwise.
     """
-    _keys(header, "header", _HEADER)
+    _keys(header, "header", _HEADER, _NAMES)
     _check_header(header, path.name)
     _keys(state, "state", _STATE, _PART_STATE)
     _check_state(header, state)
@@ -142,7 +145,7 @@ def check_part_header(path: Path, header: Any) -> None:
     Raises:
         BrokenCheckpoint: Names the first field that a job would write otherwise.
     """
-    _keys(header, "header", _HEADER | _PART_HEADER)
+    _keys(header, "header", _HEADER | _PART_HEADER, _NAMES)
     _check_header(header, path.parent.name)
     for name in ("part", "num_parts"):
         _number(header[name], f"header.{name}")
@@ -150,10 +153,6 @@ def check_part_header(path: Path, header: Any) -> None:
         _broken("header.part", "is not what the folder's name says")
     for name in ("run", "registered_sha256"):
         _kind_is(str, header[name], f"header.{name}")
-    _kind_is(list, header["optimizer_order"], "header.optimizer_order")
-    for name in header["optimizer_order"]:
-        if not isinstance(name, str) or name not in header["parameters"]:
-            _broken("header.optimizer_order", "must name parameters")
     _kind_is(list, header["stages"], "header.stages")
     for stage in header["stages"]:
         if not (isinstance(stage, list) and [type(half) for half in stage] == [list, list]):
@@ -196,6 +195,13 @@ def _check_header(header: dict[str, Any], folder: str) -> None:
     _kind_is(dict, header["parameters"], "header.parameters")
     for name, shape in header["parameters"].items():
         _kind_is(str, shape, f"header.parameters.{name}")
+    for field, kind in (("optimizer_order", list), ("tied", dict), ("unsaved", list)):
+        _kind_is(kind, header.get(field, kind()), f"header.{field}")
+    for name in header.get("optimizer_order", ()):
+        if not isinstance(name, str) or name not in header["parameters"]:
+            _broken("header.optimizer_order", "must name parameters")
+    for name in (*header.get("unsaved", ()), *chain(*header.get("tied", {}).items())):
+        _kind_is(str, name, "header.tied and header.unsaved")
 
 
 def _check_state(header: dict[str, Any], state: dict[str, Any]) -> None:
@@ -500,8 +506,13 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
         ) from None
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path, *, is_mapped: bool = False) -> Checkpoint:
     """Read a checkpoint; verify its checksums and its form.
+
+    Args:
+        path: Its folder.
+        is_mapped: Whether tensors are views of the file, which nothing may write to; else they are
+            in memory of their own.
 
     Raises:
         BrokenCheckpoint: Something is missing, cut short or changed.
@@ -509,7 +520,8 @@ def read(path: Path) -> Checkpoint:
     """
     body = read_manifest(path)
     # A bytearray, because tensors are views of it: torch warns of memory that it may not write.
-    data = bytearray(_content(path / "tensors.bin"))
+    file = path / "tensors.bin"
+    data = _mapped(file) if is_mapped else bytearray(_content(file))
     if len(data) != body["tensors_bytes"]:
         raise BrokenCheckpoint(f"tensors.bin has {len(data)} of {body['tensors_bytes']} bytes")
     if hashlib.sha256(data).hexdigest() != body["tensors_sha256"]:
@@ -554,6 +566,18 @@ def _content(path: Path) -> bytes:
         if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
             raise BrokenCheckpoint(f"{path.name} is no file")
         return path.read_bytes()
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from None
+
+
+def _mapped(path: Path) -> mmap.mmap | bytes:
+    """A file's content as memory that no system counts as used: its pages are the disk's."""
+    try:
+        with path.open("rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise BrokenCheckpoint(f"{path.name} is no file")
+            size = os.fstat(stream.fileno()).st_size
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     except OSError as error:
         raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from None
 
@@ -667,12 +691,14 @@ def bytes_of(tensor: Tensor) -> Any:
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-def _tensor_of(data: bytearray, entry: dict[str, Any]) -> Tensor:
+def _tensor_of(data: Any, entry: dict[str, Any]) -> Tensor:
     dtype = DTYPES[entry["dtype"]]
     if not entry["bytes"]:
         return torch.empty(entry["shape"], dtype=dtype)
     count = entry["bytes"] // dtype.itemsize
-    flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry["offset"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        flat = torch.frombuffer(data, dtype=dtype, count=count, offset=entry["offset"])
     return flat.reshape(entry["shape"])
 
 

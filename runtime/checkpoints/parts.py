@@ -135,8 +135,12 @@ def _is_of_one_run(parts: list[Path]) -> bool:
     return True
 
 
-def reader(wanted: Wanted | None = None) -> Callable[[Path], Checkpoint]:
+def reader(
+    wanted: Wanted | None = None, *, is_mapped: bool = False
+) -> Callable[[Path], Checkpoint]:
     """Make a function that reads a whole checkpoint or one in parts: all of it, or what is wanted.
+
+    With ``is_mapped`` tensors are views of the files (``checkpoint.read``).
 
     The function raises BrokenCheckpoint where a part is missing, cut short or changed;
     IncompleteCheckpoint where its writers died before all parts were written; and TargetError
@@ -145,10 +149,10 @@ def reader(wanted: Wanted | None = None) -> Callable[[Path], Checkpoint]:
 
     def read(path: Path) -> Checkpoint:
         if _numbers(path):
-            return _assembled(path, wanted)
+            return _assembled(path, wanted, is_mapped=is_mapped)
         if path.is_dir() and not any(path.iterdir()):
             raise IncompleteCheckpoint("it has no part yet")
-        found = checkpoint.read(path)
+        found = checkpoint.read(path, is_mapped=is_mapped)
         check_whole(path, found.header, found.state)
         return found
 
@@ -212,7 +216,7 @@ def _check_one_run(headers: list[dict[str, Any]]) -> None:
                 raise BrokenCheckpoint(f"its parts differ in header.{key}")
 
 
-def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
+def _assembled(path: Path, wanted: Wanted | None, *, is_mapped: bool) -> Checkpoint:
     """Join the parts; one is read at a time, so a worker holds one part and its own share."""
     headers: list[dict[str, Any]] = []
     registered: list[Any] = []
@@ -222,14 +226,14 @@ def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
             # One part at a time: together they are the whole model, for which a worker of a
             # pipeline need not have the memory. What is wanted of a part is copied, so that the
             # rest is freed.
-            found = checkpoint.read(part)
+            found = checkpoint.read(part, is_mapped=is_mapped)
             check_part_header(part, found.header)
             check_part(part, found.header, found.state)
         except BrokenCheckpoint as error:
             raise BrokenCheckpoint(f"{part.name}: {error}") from None
         headers.append(found.header)
         registered.append(found.state.pop("registered"))
-        _merge(state, found, wanted)
+        _merge(state, found, wanted, Tensor.detach if is_mapped else Tensor.clone)
     _check_one_run(headers)
     # The headers list every parameter of the model, so a name that no part holds shows damage that
     # no checksum of a part can show.
@@ -241,8 +245,13 @@ def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
     return Checkpoint(path, header, state)
 
 
-def _merge(state: dict[str, Any], part: Checkpoint, wanted: Wanted | None) -> None:
-    """Add what is wanted of a part to the state; it is copied, so that the part can be freed."""
+def _merge(
+    state: dict[str, Any],
+    part: Checkpoint,
+    wanted: Wanted | None,
+    taken: Callable[[Tensor], Tensor],
+) -> None:
+    """Add what is wanted of a part to the state; ``taken`` copies, so that a part can be freed."""
     new, order = part.state, part.header["optimizer_order"]
     names = wanted.parameters if wanted else None
     states = names if wanted is None or wanted.states is None else wanted.states
@@ -252,17 +261,17 @@ def _merge(state: dict[str, Any], part: Checkpoint, wanted: Wanted | None) -> No
         state["buffers"]["nodes"] = [{} for _ in new["buffers"]["nodes"]]
     for name, value in new["parameters"].items():
         if names is None or name in names:
-            state["parameters"][name] = value.clone()
+            state["parameters"][name] = taken(value)
     for index, value in (new["optimizer"] or {"state": {}})["state"].items():
         if states is None or order[index] in states:
-            state["optimizer"]["state"][index] = mapped(Tensor.clone, value)
+            state["optimizer"]["state"][index] = mapped(taken, value)
     if len(new["buffers"]["nodes"]) != len(state["buffers"]["nodes"]):
         raise BrokenCheckpoint("its parts differ in state.buffers.nodes")
 
     def kept(buffers: dict[str, Any]) -> Any:
         if wanted is None:
-            return mapped(Tensor.clone, buffers)
-        return {name: buffers[name].clone() for name in buffers if name in wanted.buffers}
+            return mapped(taken, buffers)
+        return {name: taken(buffers[name]) for name in buffers if name in wanted.buffers}
 
     state["buffers"]["base"] |= kept(new["buffers"]["base"])
     for node, own in zip(state["buffers"]["nodes"], new["buffers"]["nodes"], strict=True):

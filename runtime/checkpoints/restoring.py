@@ -496,9 +496,19 @@ class Progress:
 
     def header(self) -> dict[str, Any]:
         """The header of the present state: what it belongs to, and its position."""
-        num_steps, (call, step, before) = self._session.num_steps, self._session.position
+        session = self._session
+        num_steps, (call, step, before) = session.num_steps, session.position
         position = {"call": call, "step": step + int(num_steps > before), "length": self._length}
-        return {**self._parts.describe(), "step": num_steps, "position": position}
+        names = {id(parameter): name for name, parameter in session.parameters.items()}
+        held = [p for o in session.optimizers for g in o.param_groups for p in g["params"]]
+        return {
+            **session.state_dict_names,
+            "optimizer_order": [names[id(parameter)] for parameter in held],
+            # A part's own has the whole optimizer's order; the worker's has its stages' parameters.
+            **self._parts.describe(),
+            "step": num_steps,
+            "position": position,
+        }
 
 
 def check_fits(found: Checkpoint, own: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ the script registered, and the position (restoring.py).
 """
 
 import json
+import re
 import signal
 import threading
 import time
@@ -382,11 +383,11 @@ def unusable(
     )
 
 
-# The weights of a checkpoint in a model that is not launched, to publish or to use them.
+# The state of a checkpoint outside of a launch: in a plain model, and as torch's own state dicts.
 #
 # A checkpoint holds whole parameters under the model's own names, whatever plan wrote it. The model
 # that gets them says what a plain state dict needs besides: which parameters are tied, and which
-# buffers are saved at all.
+# buffers are saved at all. Where there is no model the checkpoint's header says it.
 
 
 def load_weights(model: nn.Module, folder: Path | str) -> int:
@@ -426,20 +427,111 @@ def load_weights(model: nn.Module, folder: Path | str) -> int:
             f"{found.path} is of another model: {shape_difference(theirs, own)}",
             hint="build the model that was trained",
         )
-    sizes, state = found.header["virtual_nodes"], found.state["buffers"]
-    nodes = state["nodes"] or [{} for _ in sizes]
-    buffers = VirtualNodeBuffers(model, range(len(nodes)), sizes)
-    check_buffers(found.path, state, buffers.all(), buffers.names)
+    _fill_buffers(model, found)
     load_parameters(parameters, found.state["parameters"])
-    buffers.restore({**state, "nodes": nodes})
-    buffers.install(buffers.merged(None))
     steps: int = found.header["step"]
     return steps
 
 
-def _read(folder: Path) -> Checkpoint:
+def _fill_buffers(model: nn.Module, found: Checkpoint) -> None:
+    """Fill a model's buffers with the virtual nodes' together."""
+    sizes, state = found.header["virtual_nodes"], found.state["buffers"]
+    nodes = state["nodes"] or [{} for _ in sizes]
+    buffers = VirtualNodeBuffers(model, range(len(nodes)), sizes)
+    check_buffers(found.path, state, buffers.all(), buffers.names)
+    buffers.restore({**state, "nodes": nodes})
+    buffers.install(buffers.merged(None))
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """The parameters and saved buffers of a checkpoint, each once, under the model's names.
+
+    Args:
+        folder: As of ``load_weights``.
+
+    Returns:
+        Views of the checkpoint's files, which nothing may write to; merged buffers are copies.
+
+    Raises:
+        FileError: As ``load_weights``; or there are parameters that are not the model's.
+    """
+    return _weights_of(_read(folder, is_mapped=True))
+
+
+def state_dicts_of(folder: Path) -> dict[str, Any]:
+    """The state of a checkpoint under the keys of ``torch.distributed.checkpoint.state_dict``.
+
+    Args:
+        folder: As of ``load_weights``.
+
+    Returns:
+        ``model`` and ``optim`` as ``get_state_dict(model, optimizers)`` has them, the settings of
+        ``optim`` also as with ``flatten_optimizer_state_dict``; ``registered``, the state dicts of
+        what the script registered, in order; ``step``. Tensors are as those of ``weights_of``.
+
+    Raises:
+        FileError: As ``weights_of``; or nothing says which parameters an optimizer's states are of.
+    """
+    found = _read(folder, is_mapped=True)
+    model, tied = _weights_of(found), found.header.get("tied", {})
+    whole = {**found.state["parameters"], **found.state["buffers"]["base"]}
+    absent = next((name for name in tied.values() if name not in whole), None)
+    if absent is not None:
+        raise FileError(f"{found.path}: is no usable checkpoint: header.tied names {absent[:80]}")
+    model |= {_key(name): model.get(_key(of), whole[of]) for name, of in tied.items()}
+    saved = found.state["optimizer"]
+    several = saved if isinstance(saved, list) else [] if saved is None else [saved]
+    held = [
+        number for one in several for group in one["param_groups"] for number in group["params"]
+    ]
+    order = found.header.get("optimizer_order", ())
+    if len(held) != len(order) or any(
+        isinstance(key, str) for one in several for key in one["state"]
+    ):
+        raise FileError(
+            f"{found.path}: does not say which parameters the states of its optimizer are of",
+            hint="hetflow 0.1.0 wrote it? Then train a step from it; or write the weights alone",
+        )
+    states, groups, names = dict[str, Any](), list[dict[str, Any]](), iter(map(_key, order))
+    for one in several:
+        own = [next(names) for group in one["param_groups"] for _ in group["params"]]
+        states |= {own[number]: state for number, state in one["state"].items()}
+        groups += [{**g, "params": [own[n] for n in g["params"]]} for g in one["param_groups"]]
+    optim = {"state": states, "param_groups": groups} if several else {}
+    return {
+        "model": model,
+        "optim": optim,
+        "registered": found.state["registered"],
+        "step": found.header["step"],
+    }
+
+
+def _weights_of(found: Checkpoint) -> dict[str, Tensor]:
+    header, state, holder = found.header, found.state, nn.Module()
+    beside = next((name for name in header["parameters"] if _BESIDE.match(name)), None)
+    if beside is not None:
+        raise FileError(
+            f"{found.path}: the optimizer holds parameters that are not the model's ({beside})",
+            hint="put them into the model: no state dict of a model has others",
+        )
+    # A holder, because virtual nodes' buffers are merged in a model, whatever its modules are.
+    holder._buffers.update({name: b.clone() for name, b in state["buffers"]["base"].items()})
+    _fill_buffers(holder, found)
+    unsaved, values = set(header.get("unsaved", ())), {**state["parameters"], **holder._buffers}
+    return {_key(name): value for name, value in values.items() if name not in unsaved}
+
+
+def _key(name: str) -> str:
+    """A parameter's name without what wrappers of modules add, as torch's state dicts have it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+_BESIDE = re.compile(r"optimizers?(\[\d+\])?\.param_groups\[")  # as of setup.named_parameters
+
+
+def _read(folder: Path, *, is_mapped: bool = False) -> Checkpoint:
     """The checkpoint, or the newest usable one of a folder of them."""
-    read = parts.reader()
+    read = parts.reader(is_mapped=is_mapped)
     if not checkpoint.found(folder) and folder.is_dir() and any(folder.iterdir()):
         try:
             return read(folder)

@@ -17,7 +17,7 @@ from ...devices.collectives import INTERFACE_VARIABLES
 from ...devices.cpu import DEVICE_TYPE as CPU
 from ...devices.cpu import base_type
 from ...devices.local import IMAGINED, accelerators, devices_of_types, known_as, may_be
-from ...devices.precision import emulated_bfloat16, mixed_tf32
+from ...devices.torch_support import emulated_bfloat16, mixed_tf32
 from ...schema.errors import HetflowError, TargetError
 from ...schema.launch import LaunchConfig, WorkerSlot
 from ...schema.options import option, speaks_flags

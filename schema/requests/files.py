@@ -148,7 +148,12 @@ class ExportRequest:
 
     plan: Annotated[
         "Path | str",
-        Option(argument=True, metavar="FILE", help="A plan; for pipedream a profile with layers."),
+        Option(
+            argument=True,
+            metavar="FILE",
+            help="A plan; for pipedream a profile with layers; for dcp and safetensors a folder of "
+            "checkpoints, or one of them.",
+        ),
     ]
     target: Annotated[
         str,
@@ -156,7 +161,8 @@ class ExportRequest:
             flag="--to",
             other="--format",
             help="slurm, kubernetes, skypilot, torchrun, ray, hosts (hetflow's launcher by hand), "
-            "pipedream (graph.txt; the command line's default), or a plug-in's.",
+            "pipedream (graph.txt; the command line's default); of checkpoints dcp "
+            "(torch.distributed.checkpoint) and safetensors; or a plug-in's.",
         ),
     ]
     script: Annotated[

@@ -8,7 +8,7 @@ import hetflow
 from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cuda import CudaBackend
 from hetflow.devices.doctor import Facts, Gpu, findings
-from hetflow.devices.precision import emulated_bfloat16, mixed_tf32
+from hetflow.devices.torch_support import emulated_bfloat16, mixed_tf32
 from hetflow.runtime.launcher.spawn import remarks
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hetflow
-from hetflow.devices.torch_version import OLDEST, check_torch, is_too_old
+from hetflow.devices.torch_support import OLDEST, check_torch, is_too_old
 from hetflow.schema.errors import HetflowError
 
 ROOT = Path(__file__).resolve().parents[2]

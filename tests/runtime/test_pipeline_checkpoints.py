@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from hetflow import runtime as hf
+from hetflow.cli import main
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 
@@ -160,12 +163,25 @@ def test_each_worker_writes_its_own_stages_only_and_two_are_kept(
         "6.bias"}]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", ["flush", "tied", "normed", "chunks"])
-def test_the_parts_fill_a_plain_model(name: str, two: list[dict], folder: Path) -> None:
-    model = build(TWO[name][0].partition(":")[0])
-    assert hf.load_weights(model, folder / f"{name}-whole") == 10
+def test_the_parts_fill_a_plain_model(
+    name: str, two: list[dict], folder: Path, tmp_path: Path
+) -> None:
+    kind, how = TWO[name][0].split(":")
+    model, saved = build(kind), folder / f"{name}-whole"
+    assert hf.load_weights(model, saved) == 10
     found, expected = model.state_dict(), two[0][f"whole-{name}"]["state"]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert main.run(["export", str(saved), "--to", "dcp", "-o", str(tmp_path / "dcp")]) == 0
+    model = build(kind)
+    weights, states = get_state_dict(model, restarts.OPTIMIZERS[how](model.parameters()))
+    dcp.load({"model": weights, "optim": states}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    moments = [v for one in states["state"].values() for v in one.values() if v.dim()]
+    assert len(moments) == len(list(model.parameters())) * (2 if how == "adam" else 1)
+    assert all(moment.any() for moment in moments)
+    assert [group["lr"] for group in states["param_groups"]] == [two[0][f"whole-{name}"]["lr"]]
 
 
 def close(found: dict, expected: dict) -> None:

@@ -1,11 +1,53 @@
-"""Number formats that GPUs of unlike generations do not share, and what settles it.
+"""What torch can do: the oldest version that training runs on, and precision on unlike GPUs.
 
-bfloat16 and TF32 came with Ampere (capability 8.0). Torch emulates bfloat16 on older GPUs, which
-is slower than float16. Unless told, it computes convolutions in TF32 on newer ones, so that one
-job's gradients are of two precisions.
+Planning needs no torch. Training does, and an older one fails late: under 2.4.1 all workers of a
+launch wait in the store for minutes.
 """
 
+import re
 from collections.abc import Mapping
+from importlib import metadata
+
+from ..schema.errors import HetflowError
+
+OLDEST = (2, 9)
+"""The oldest on which training has run; pyproject.toml declares the same."""
+
+
+def check_torch(version: str) -> None:
+    """Refuse a torch that is too old.
+
+    Raises:
+        HetflowError: It is older than OLDEST.
+    """
+    if is_too_old(version):
+        oldest = ".".join(map(str, OLDEST))
+        raise HetflowError(
+            f"torch {version} is too old: training needs {oldest} or newer",
+            hint=f"pip install 'torch>={oldest}'",
+        )
+
+
+def check_installed_torch() -> None:
+    """Check the torch that is installed, without importing it; none at all is another error's."""
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return
+    check_torch(version)
+
+
+def is_too_old(version: str) -> bool:
+    """Whether a version is older than OLDEST; one that cannot be read is not."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST
+
+
+# Number formats that GPUs of unlike generations do not share, and what settles it.
+#
+# bfloat16 and TF32 came with Ampere (capability 8.0). Torch emulates bfloat16 on older GPUs, which
+# is slower than float16. Unless told, it computes convolutions in TF32 on newer ones, so that one
+# job's gradients are of two precisions.
 
 _AMPERE = (8, 0)
 TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
