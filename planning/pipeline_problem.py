@@ -379,7 +379,8 @@ def _for_a_while(
     profile: Profile, graph: LayerGraph, nodes: Sequence[LayerNode], optimizer: OptimizerState
 ) -> dict[str, Any]:
     """What updates, first gradients and messages take for a while, as far as it was measured."""
-    if not workspaces(graph):
+    aside = workspaces(graph)
+    if not aside:
         return {}
     # Where the allocator keeps an update's workspace apart, ``_workspace`` has it.
     is_apart = writes_at_once(profile)
@@ -389,7 +390,7 @@ def _for_a_while(
         "waiting_bytes": 0 if is_apart else WAITING_BYTES,
         "copies_messages": True,
         "compared_bytes": COMPARED_BYTES,
-        "layer_workspace_bytes": tuple(workspaces(graph).get(each.id, 0) for each in nodes),
+        "layer_workspace_bytes": tuple(aside.get(each.id, 0) for each in nodes),
     }
 
 

@@ -568,6 +568,14 @@ def _workspaces(graph: LayerGraph) -> dict[str, int]:
     beside = {name: node.activation_bytes for name, node in nodes.items()}
     for source, target in graph.edges:
         beside[target] += nodes[source].activation_bytes
+    names, order = list(nodes), {name: number for number, name in enumerate(nodes)}
+    past: dict[str, set[str]] = {name: set() for name in nodes}
+    for source, target in graph.edges:
+        for name in names[order[source] + 1 : order[target]]:
+            past[name].add(source)
+    for name, sources in past.items():
+        # Gradients that layers behind it gave to outputs of layers before it.
+        beside[name] += sum(nodes[source].activation_bytes for source in sources)
     for holder in {name for node in graph.nodes for name in node.shared_with}:
         # The gradients of two users, and their sum.
         users = [node for node in graph.nodes if holder in node.shared_with]

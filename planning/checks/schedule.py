@@ -231,6 +231,7 @@ def _together(schedule: Schedule) -> Iterator[frozenset[Together]]:
         flying: list[tuple[int, int]] = []
         halved: list[int] = []
         stages, found = sorted({each.stage for each in own}), set[Together]()
+        begun: set[int] = set()  # by a pass that made gradients of weights
         for op in own:
             if op.kind == "send_activation":
                 outputs = [*outputs, op.stage][-room[0] :]
@@ -244,13 +245,16 @@ def _together(schedule: Schedule) -> Iterator[frozenset[Together]]:
             for stage in stages if op.kind in PASSES else ():
                 number = sum(each == stage for each, _ in flying)
                 sent, half = outputs.count(stage) + (stage in answered), halved.count(stage)
-                moment = HeldMoment(number, half, number, sent, gradients.count(stage))
-                held.append((stage, moment))
+                back = gradients.count(stage)
+                # A stage before it on the same worker hands over: that waits on both sides.
+                came = len({m for each, m in flying if each in (stage, stage - 1)})
+                held.append((stage, HeldMoment(number, half, came, sent, back, stage in begun)))
             if held:
                 number = len({microbatch for _, microbatch in flying})
                 found.add(Together(op.stage, number, tuple(held)))
             if op.kind in FREEING:
                 flying.remove((op.stage, op.microbatch))
+                begun.add(op.stage)
             if op.kind == "backward_weight":
                 halved.remove(op.stage)
         yield frozenset(found)

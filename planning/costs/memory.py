@@ -126,7 +126,8 @@ def reserve_of(
 def workspaces(graph: LayerGraph) -> dict[str, int]:
     """Layer -> the most temporary bytes of its passes, where that was measured.
 
-    The gradients of its output and inputs are there in its backward pass too. The workspace holds
+    The gradients of its output and inputs are there in its backward pass too; and of outputs that
+    layers behind it have read past it, such as a residual's. The workspace holds
     the gradients of its weights, which autograd makes before it adds them to others; of a weight
     that later layers use, that of theirs and the sum of both.
 
@@ -135,8 +136,13 @@ def workspaces(graph: LayerGraph) -> dict[str, int]:
     """
     made = {node.id: node.activation_bytes for node in graph.nodes}
     beside, held = dict(made), dict.fromkeys(made, 0)
+    place, last = {name: n for n, name in enumerate(made)}, dict[str, int]()
     for source, target in graph.edges:
         beside[target] += made[source]
+        last[source] = max(last.get(source, 0), place[target])
+    for source, end in last.items():
+        for node in graph.nodes[place[source] + 1 : end]:
+            beside[node.id] += made[source]
     for node in graph.nodes:
         for holder in node.shared_with:
             held[holder] = max(held[holder], node.shared_weight_bytes or 0)

@@ -300,8 +300,10 @@ def pass_bytes(
     running, weights = parts.passing, standing * weight + parts.buffers
     if is_summed:
         running = np.minimum(running + wait, parts.waiting)
-    elif copies and not moment.has_gradients:
-        running, weights = parts.waiting, weights - weight
+    elif copies and not np.all(moment.has_gradients):
+        has = np.asarray(moment.has_gradients, bool)
+        running = np.where(has, running, parts.waiting)
+        weights = weights - np.where(has, 0.0, weight)
     num_kept = 1 if recompute else moment.in_flight
     passing = weights + num_kept * parts.kept + running + moment.halved * parts.halved
     passing = passing + (moment.received + copies * moment.returned) * parts.received

@@ -141,11 +141,13 @@ def _moments(schedule: Schedule, rank: int) -> set[DeviceMoment]:
     operations, stages = schedule.ranks[rank], schedule.stages_of_rank[rank]
     limits, found = most_under_way(schedule, rank), set[DeviceMoment]()
     answered = {op.stage for op in operations if op.kind is Kind.RECEIVE_GRADIENT}
-    flying, halved, alive = Counter[int](), Counter[int](), Counter[int]()
+    halved, alive = Counter[int](), Counter[int]()
+    flying = {stage: set[int]() for stage in stages}
+    summed = set[int]()  # stages that have gradients
     ways: tuple[deque[int], deque[int]] = (deque(), deque())
     for op in operations:
         if op.kind is Kind.FORWARD:
-            flying[op.stage] += 1
+            flying[op.stage].add(op.microbatch)
             alive[op.microbatch] += 1
         elif op.kind is Kind.BACKWARD_INPUT:
             halved[op.stage] += 1
@@ -157,17 +159,20 @@ def _moments(schedule: Schedule, rank: int) -> set[DeviceMoment]:
         if op.kind in PASSES:
             held = tuple(
                 HeldMoment(
-                    flying[stage],
+                    len(flying[stage]),
                     halved[stage],
-                    flying[stage],
+                    # What the stage before hands over here waits; then its gradient does.
+                    len(flying[stage].union(flying.get(stage - 1, ()))),
                     ways[0].count(stage) + (stage in answered),
                     ways[1].count(stage),
+                    stage in summed,
                 )
                 for stage in stages
             )
             found.add(DeviceMoment(op.stage, len(alive), held))
         if op.kind in FREEING:
-            flying[op.stage] -= 1
+            flying[op.stage].remove(op.microbatch)
+            summed.add(op.stage)
             alive -= Counter({op.microbatch: 1})
         if op.kind is Kind.BACKWARD_WEIGHT:
             halved[op.stage] -= 1

@@ -233,8 +233,8 @@ class PlaceMoments(NamedTuple):
     @classmethod
     def of(cls, moments: Sequence[DeviceMoment]) -> "PlaceMoments":
         """The moments of all ranks of a place."""
-        # [fields, stages, moments, 1]; every backward pass counts as if gradients were there.
-        held = np.array([one.held for one in moments])[:, :, :-1].T[..., None]
+        # [fields, stages, moments, 1]
+        held = np.array([one.held for one in moments]).T[..., None]
         running, in_flight = np.array([(one.running, one.in_flight) for one in moments]).T
         return cls(running, in_flight, tuple(HeldMoment(*own) for own in held.swapaxes(0, 1)))
 

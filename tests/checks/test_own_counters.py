@@ -1,5 +1,6 @@
 """A fault in the solvers' counters, timer or terms makes no wrong plan valid."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -48,17 +49,29 @@ def asked(schedule: str) -> PipelineProblem:
     )
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-h2", "zb-v"])
-def test_memory_is_counted_apart(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = asked(schedule)
-    assert check(solve(problem), problem) == []
+def _half(held: HeldMoment) -> HeldMoment:
+    return held._replace(in_flight=(held.in_flight + 1) // 2)
 
-    def half(held: HeldMoment) -> HeldMoment:
-        return held._replace(in_flight=(held.in_flight + 1) // 2)
+
+def _with_gradients(held: HeldMoment) -> HeldMoment:
+    return held._replace(has_gradients=True)
+
+
+@pytest.mark.parametrize("otherwise", [_half, _with_gradients])
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-h2", "zb-v"])
+def test_memory_is_counted_apart(
+    schedule: str,
+    otherwise: Callable[[HeldMoment], HeldMoment],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of few microbatches most are in flight before there are gradients."""
+    pool = replace(POOL, copies_messages=True)
+    problem = replace(asked(schedule), num_microbatches=2, pools=(pool,))
+    assert check(solve(problem), problem) == []
 
     def fewer(lists: Schedule) -> tuple[tuple[counting.DeviceMoment, ...], ...]:
         return tuple(
-            tuple(one._replace(held=tuple(map(half, one.held))) for one in moments)
+            tuple(one._replace(held=tuple(map(otherwise, one.held))) for one in moments)
             for moments in counting.moments_by_rank(lists)
         )
 

@@ -122,6 +122,11 @@ def test_measured_stashes_and_workspace_bound_the_memory():
     # two copies and what the loss makes of it, when the loss is tested.
     assert problem.pools[0].memory_bytes == 5 * 2**40
     assert problem.pools[0].layer_workspace_bytes == (10 + 1000, 50 + 2000, 4 * 1000)
+    # Where the last reads the first's output too, its gradient waits while the second runs back.
+    skips = dataclasses.replace(told.layers, edges=(*told.layers.edges, ("a", "c")))
+    asked = Problem([profile(layers=skips)], Cluster.parse("1xV100:5TB"), 8)
+    beside = pipeline_problem(asked).pools[0].layer_workspace_bytes
+    assert beside == (10 + 1000, 50 + 3000, 4 * 1000)
     plan = planned([told], "1xV100")
     # Weights and gradients of three layers, one microbatch in flight; no base was measured.
     assert plan.stages[0].memory_bytes == 2 * 3 * 2000 + 3 * 300
