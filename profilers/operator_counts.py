@@ -27,6 +27,7 @@ from ..schema.layers import (
     ModelCounts,
     Operator,
     PassCounts,
+    SumCounts,
     TensorRole,
 )
 from ..schema.optimizer import OptimizerState
@@ -725,10 +726,20 @@ def _state_bytes(state: Any) -> int:
 
 
 def _pass(bench: Bench, size: int) -> PassCounts:
+    from ..devices.backend import AcceleratorBackend
+    from ..runtime.gradients import FlatBuffers
     from .pass_moments import PassWatch
 
     batch = bench.make_batch(size)
-    with _offloads_counted() as lane, tallied() as tally:
+    parameters = list(bench.model.parameters())
+    usual = AcceleratorBackend.bucket_bytes
+    least = max(usual, bench.weight_bytes // _MOST_SUMS)
+    buffers = FlatBuffers(parameters, bucket_bytes=least, alignment=1, num_sums=0)
+    with (
+        _offloads_counted() as lane,
+        tallied() as tally,
+        _arrivals(parameters, buffers, tally) as arrived,
+    ):
         watch = PassWatch(bench.model, tally.since, bench.blocks)
         with watch.watching():
             loss = bench.loss_of(batch)
@@ -745,7 +756,44 @@ def _pass(bench: Bench, size: int) -> PassCounts:
         offloaded_bytes=lane.num_bytes,
         pinned_bytes=lane.pinned_bytes or None,
         moments=watch.moments(),
+        sums=tuple(
+            SumCounts(
+                num_bytes=size, num_sums=-(-size // usual), after=_merged(tally.calls - calls)
+            )
+            for size, calls in arrived
+        ),
     )
+
+
+_Arrival = tuple[int, Counter[Operator]]
+"""Bytes of gradients, and all calls until they had come."""
+_MOST_SUMS = 16
+"""A large model has a thousand buckets. So many groups of them begin 1/16 of all later at most."""
+
+
+@contextmanager
+def _arrivals(parameters: Sequence[Any], buffers: Any, tally: Tally) -> Iterator[list[_Arrival]]:
+    """Note when the gradients of each bucket have come."""
+    found: list[_Arrival] = []
+
+    def came(index: int) -> None:
+        if index in buffers.bucket_of:
+            buffers.bucket_of[index].num_ready += 1
+        # Never out of order, as in a launch.
+        while len(found) < len(buffers.buckets) and buffers.buckets[len(found)].is_ready:
+            found.append((buffers.buckets[len(found)].flat.nbytes, tally.calls.copy()))
+
+    hooks = [
+        parameters[index].register_post_accumulate_grad_hook(lambda _, index=index: came(index))  # type: ignore[no-untyped-call, misc]
+        for index in buffers.views
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+    # What no gradient came for is summed when the pass has ended.
+    found += [(one.flat.nbytes, tally.calls) for one in buffers.buckets[len(found) :]]
 
 
 class _CountedLane:

@@ -129,13 +129,26 @@ class PassMoment:
 
 
 @record
+class SumCounts:
+    """Gradients that are summed together, and what a pass still calls when all have come.
+
+    ``num_sums`` collectives carry ``num_bytes``.
+    """
+
+    num_bytes: Bytes
+    num_sums: Count
+    after: tuple[Operator, ...]
+
+
+@record
 class PassCounts:
     """One pass of the whole model with its loss, at one batch size.
 
     ``kept_bytes`` are allocated when the forward pass ends; ``peak_bytes`` is the maximum at any
     time. Both do not include weights, buffers, gradients, optimizer state and the batch itself,
     whose size is ``batch_bytes``. ``offloaded_bytes`` go to the host in the forward pass, and come
-    back in the backward pass. ``pinned_bytes`` and ``moments`` are those of a ``BatchPoint``.
+    back in the backward pass. ``sums`` are in the order in which gradients come; ``pinned_bytes``
+    and ``moments`` are those of a ``BatchPoint``.
     """
 
     batch_size: Count
@@ -147,6 +160,7 @@ class PassCounts:
     offloaded_bytes: Bytes = 0
     pinned_bytes: Bytes | None = None
     moments: tuple[PassMoment, ...] = ()
+    sums: tuple[SumCounts, ...] = ()
 
 
 @record

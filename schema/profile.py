@@ -212,6 +212,19 @@ class PipelineCosts:
 
 
 @record
+class GradientSum:
+    """Gradients that are summed over the devices while a pass goes on.
+
+    ``num_sums`` collectives carry ``num_bytes``; when they may begin, the backward pass has
+    ``seconds_left`` to go.
+    """
+
+    num_bytes: Bytes
+    num_sums: Count = 1
+    seconds_left: MeasuredSeconds
+
+
+@record
 class BatchPoint:
     """One virtual node of a batch size: its forward + backward pass in the training loop.
 
@@ -230,7 +243,8 @@ class BatchPoint:
     the largest of these. ``moments`` are the times of a pass at which devices that share states may
     hold most. Older files have ``first_pass_bytes`` in their place: of a pass where gradients are
     not there, with those that come. ``pinned_bytes`` of the host's memory hold activations that are
-    offloaded; None where none are.
+    offloaded; None where none are. ``sums`` are the gradients' sums that begin in a step's last
+    pass, in their order, where that is known.
 
     Example:
         >>> import hetflow
@@ -252,6 +266,7 @@ class BatchPoint:
     update_bytes: Bytes | None = None
     pinned_bytes: Bytes | None = None
     moments: tuple[PassMoment, ...] = ()
+    sums: tuple[GradientSum, ...] = ()
 
     def __post_init__(self) -> None:
         if self.step_seconds < SHORTEST_PASS_SECONDS:

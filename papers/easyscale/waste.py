@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...planning.costs.comm import exposed_seconds
-from ...planning.costs.split import predict
+from ...planning.costs.split import predict, with_exposed
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.options import option
 from ...schema.plan import (
@@ -234,7 +233,7 @@ def _alternative(problem: SplitProblem, configuration: _Configuration) -> _Choic
     for index, (one, number, ests) in enumerate(used):
         total = number * ests - (spare if index == last else 0)
         groups += _groups(problem, one, number, total, sum(configuration.numbers))
-    return tuple(groups), estimate(problem, tuple(groups))
+    return with_exposed(problem, groups), estimate(problem, tuple(groups))
 
 
 def _groups(
@@ -254,7 +253,6 @@ def _groups(
             pass_seconds=one.seconds,
             interpolated=size in one.costs.interpolated_sizes,
             measured_busy=num_devices > 1 and one.option.alone is not None,
-            exposed_seconds=exposed_seconds(one.option.sync, size) if num_devices > 1 else None,
         )
         for devices, ests in shares
         if devices and ests

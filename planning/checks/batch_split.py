@@ -3,7 +3,7 @@
 The code is slow and simple on purpose, and shares nothing with the solvers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...schema.plan import Plan, ReplicaGroup
@@ -108,21 +108,9 @@ def _uniform_faults(plan: Plan) -> Iterator[str]:
 
 def _against_problem(plan: Plan, problem: SplitProblem) -> list[str]:
     options = {option.device_type: option for option in problem.devices}
-    faults = [*question_faults(plan, problem)]
-    for index, group in enumerate(plan.groups):
-        faults += [
-            f"groups[{index}]: {fault}"
-            for fault in _group_faults(
-                group, options.get(group.device_type), problem, plan.num_devices
-            )
-        ]
+    faults = [*question_faults(plan, problem), *_groups_faults("", plan.groups, options, problem)]
     for number, other in enumerate(plan.alternatives):
-        in_use = sum(group.num_devices for group in other.groups)
-        faults += [
-            f"alternatives[{number}].groups[{index}]: {fault}"
-            for index, group in enumerate(other.groups)
-            for fault in _group_faults(group, options.get(group.device_type), problem, in_use)
-        ]
+        faults += _groups_faults(f"alternatives[{number}].", other.groups, options, problem)
     faults += device_faults(plan, {name: one.num_devices for name, one in options.items()})
     if not faults:  # the next checks need known types and sizes
         faults += _prediction_faults(plan, options)
@@ -130,8 +118,26 @@ def _against_problem(plan: Plan, problem: SplitProblem) -> list[str]:
     return faults
 
 
+def _groups_faults(
+    where: str,
+    groups: Sequence[ReplicaGroup],
+    options: dict[str, DeviceOption],
+    problem: SplitProblem,
+) -> Iterator[str]:
+    used = {group.device_type for group in groups}
+    link = definitions.ring_link([one for name, one in options.items() if name in used])
+    in_use = sum(group.num_devices for group in groups)
+    for index, group in enumerate(groups):
+        for fault in _group_faults(group, options.get(group.device_type), problem, in_use, link):
+            yield f"{where}groups[{index}]: {fault}"
+
+
 def _group_faults(
-    group: ReplicaGroup, option: DeviceOption | None, problem: SplitProblem, num_devices: int
+    group: ReplicaGroup,
+    option: DeviceOption | None,
+    problem: SplitProblem,
+    num_devices: int,
+    link: definitions.RingLink | None,
 ) -> Iterator[str]:
     if option is None:
         known = ", ".join(option.device_type for option in problem.devices)
@@ -146,7 +152,7 @@ def _group_faults(
         counted = replace(
             group,
             pass_seconds=point.step_seconds,
-            exposed_seconds=definitions.exposed_seconds(option, num_devices, size) or 0.0,
+            exposed_seconds=definitions.exposed_seconds(option, num_devices, size, link) or 0.0,
             interpolated=size in costs.interpolated_sizes,
             measured_busy=num_devices > 1 and option.alone is not None,
         )
@@ -160,10 +166,11 @@ def _group_faults(
 def _prediction_faults(plan: Plan, options: dict[str, DeviceOption]) -> list[str]:
     """List what of the prediction is not as counted, for the slowest group that it fits best."""
     used, number = [options[group.device_type] for group in plan.groups], plan.num_devices
+    link = definitions.ring_link(used)
     costs = [definitions.terms(option, number) for option in used]
     work = [_work(group, cost) for group, cost in zip(plan.groups, costs, strict=True)]
     exposed = [
-        definitions.exposed_seconds(option, number, group.virtual_node_batch_size) or 0.0
+        definitions.exposed_seconds(option, number, group.virtual_node_batch_size, link) or 0.0
         for group, option in zip(plan.groups, used, strict=True)
     ]
     least = max(definitions.split_sync_seconds(option, number) for option in used)
@@ -272,13 +279,14 @@ def _weighs_errors(problem: SplitProblem) -> bool:
 def _latest_seconds(plan: Plan, problem: SplitProblem) -> float:
     """Return a step in which each type's passes take as long as its error allows."""
     number, steps = plan.num_devices, [0.0]
+    used = {group.device_type for group in plan.groups}
+    link = definitions.ring_link([one for one in problem.devices if one.device_type in used])
     for group in plan.groups:
         option = next(one for one in problem.devices if one.device_type == group.device_type)
         costs = definitions.terms(option, number)
-        exposed = definitions.exposed_seconds(option, number, group.virtual_node_batch_size)
+        exposed = definitions.exposed_seconds(option, number, group.virtual_node_batch_size, link)
         seconds = _work(group, costs)[0] * (1 + (option.step_error or 0.0))
         steps.append(seconds + (exposed or 0.0) + costs.update_seconds + costs.fixed_seconds)
-    used = {group.device_type for group in plan.groups}
     sync = max(
         definitions.split_sync_seconds(option, number)
         for option in problem.devices
@@ -319,13 +327,14 @@ def _obvious_plans(problem: SplitProblem) -> Iterator[_Obvious]:
             if batch % number:
                 continue
             costs = definitions.terms(option, number)
+            link = definitions.ring_link([option])
             fixed = definitions.split_sync_seconds(option, number)
             fixed += costs.update_seconds + costs.fixed_seconds
             for point in costs.batch_curve:
                 passes, rest = divmod(batch // number, point.batch_size)
                 if rest == 0 and share in (None, point.batch_size):
                     what = f"{number} {option.device_type} x {passes} x {point.batch_size}"
-                    exposed = definitions.exposed_seconds(option, number, point.batch_size)
+                    exposed = definitions.exposed_seconds(option, number, point.batch_size, link)
                     step = passes * point.step_seconds + (exposed or 0.0) + fixed
                     later = passes * point.step_seconds * (option.step_error or 0.0)
                     yield _Obvious(step, step + later, (number * passes, number), what)

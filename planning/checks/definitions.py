@@ -13,7 +13,7 @@ import numpy as np
 from ...schema.parallel import LinkCurve
 from ...schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from ...schema.problem import DeviceCosts, DeviceOption
-from ...schema.profile import BatchPoint, Sync, SyncPoint
+from ...schema.profile import BatchPoint, GradientSum, Sync, SyncPoint
 from ...schema.schedule import HeldMoment, traits
 
 
@@ -25,17 +25,50 @@ def ring_seconds(num_bytes: float, num_members: int, bytes_per_second: float) ->
     return (num_members - 1) * share_seconds + (num_members - 1) * share_seconds
 
 
+class RingLink(NamedTuple):
+    """The slowest link that a ring of gradients crosses."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+
+def ring_link(options: Collection[DeviceOption]) -> RingLink | None:
+    """The link of a ring over devices of these types; None if no rates were fitted."""
+    late, rates = [0.0], list[float]()
+    for option in options:
+        measured = option.sync
+        if measured is None or measured.bytes_per_second is None:
+            continue
+        late += [measured.latency_seconds or 0.0, option.link_latency_seconds]
+        rates += [measured.bytes_per_second, option.link_bytes_per_second or inf]
+    return RingLink(max(late), min(rates)) if rates else None
+
+
+def tells_sums(option: DeviceOption) -> bool:
+    """Whether the last pass of a step is known to hide sums: when they begin, and their links."""
+    return ring_link([option]) is not None and all(one.sums for one in option.batch_curve)
+
+
+def _sum_seconds(one: GradientSum, num_devices: int, link: RingLink) -> float:
+    hops = num_devices - 1 + num_devices - 1
+    ring = ring_seconds(one.num_bytes, num_devices, link.bytes_per_second)
+    return hops * one.num_sums * link.latency_seconds + ring
+
+
 def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
     """Exposed synchronisation seconds of a split over ``num_devices`` devices (VirtualFlow 5.1.2).
 
     The measured time on the measured number of devices. If link rates were fitted, the predicted
     ring time of these devices over this link is added, and that of the measured ring is
     subtracted. The result may be much smaller than the two ring times, so its rounding error is
-    relative to them.
+    relative to them. Where a profile tells when sums begin, nothing hides the last one.
     """
     measured = option.sync
     if num_devices == 1 or measured is None:
         return 0.0
+    own = ring_link([option])
+    if own is not None and tells_sums(option):
+        return _sum_seconds(option.batch_curve[0].sums[-1], num_devices, own)
     # What synchronisation adds at the size that hides it best; other sizes are counted apart.
     hidden_best = min(map(_sync_or_bound, measured.by_batch_size or [measured]))
     weights, cap = option.weight_bytes, option.link_bytes_per_second
@@ -64,15 +97,27 @@ def _sync_or_bound(measured: Sync | SyncPoint) -> float:
     raise AssertionError("a record has one of them")
 
 
-def exposed_seconds(option: DeviceOption, num_devices: int, size: int) -> float | None:
+def exposed_seconds(
+    option: DeviceOption, num_devices: int, size: int, link: RingLink | None
+) -> float | None:
     """Synchronisation seconds exposed at a batch size, beyond the least of all sizes.
 
-    ``size`` is that of the device's last virtual node, in samples.
+    ``size`` is that of the device's last virtual node, in samples; ``link`` is the slowest of all
+    types in use. Where a profile tells when sums begin they are played one after another, from then
+    on and each behind the one before; what is exposed is beyond the last one alone.
 
     Returns:
-        A linear interpolation between the nearest measured sizes; None if synchronisation was not
-        measured per size, or there is only one device.
+        Otherwise a linear interpolation between the nearest measured sizes; None if synchronisation
+        was not measured per size, or there is only one device.
     """
+    if num_devices > 1 and link is not None and tells_sums(option):
+        known_point = point(option, size)
+        if known_point is None:
+            raise AssertionError("judged before: the size is one of the curve")
+        free = -inf  # 0 is when the pass ends
+        for one in known_point.sums:
+            free = max(free, -one.seconds_left) + _sum_seconds(one, num_devices, link)
+        return free - _sum_seconds(known_point.sums[-1], num_devices, link)
     points = option.sync.by_batch_size if option.sync else ()
     known = {point.batch_size: _sync_or_bound(point) for point in points}
     if num_devices == 1 or not known:

@@ -6,7 +6,8 @@ them. If the whole batch is among the sums for a time below the bound, the bound
 among those of no set of splits, and the sets hold all splits, the bound is proved.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import product
 from math import gcd, inf
 
 from ...schema.plan import RefutedSplits
@@ -43,7 +44,7 @@ def faster(problem: SplitProblem, seconds: float) -> str | None:
             # The most that any of its splits pays beside devices: if the batch fits into the time
             # that is then left, one of them is faster for certain.
             left = limit - max(worst[name] for name in used)
-            if left > 0 and _can_do(kinds, total, left, batch, share):
+            if left > 0 and _can_do(kinds, total, left, batch, share, _once(kinds, total)):
                 return f"several of {', '.join(sorted(used))}"
     except TooLargeError:
         pass
@@ -82,27 +83,33 @@ def replay_faults(
     if (alone := _alone_within(problem, limit, share)) is not None:
         return [f"proof.certificate: {alone} takes less than {seconds} s"]
     options = {option.device_type: option for option in problem.devices}
-    left = [-inf] * len(refuted)  # the most time for a device in any split of each set
+    # Of each set the least that a device takes beside its passes, in any of its splits.
+    beside: list[_Once] = [{} for _ in refuted]
     # The smallest set that holds a split leaves the larger ones the fewest to refute.
     by_size = sorted(enumerate(refuted), key=lambda entry: len(entry[1].device_types))
     holding: dict[frozenset[str], list[tuple[int, RefutedSplits]]] = {}
+    seen: set[tuple[int, frozenset[str]]] = set()
     for number, used, overhead in _all_splits(problem):
         if used not in holding:
             holding[used] = [entry for entry in by_size if used <= {*entry[1].device_types}]
         for place, one in holding[used]:
             if one.least_devices <= number <= one.most_devices:
-                left[place] = max(left[place], limit - overhead)
+                # More of the same devices, or slower links, take no less.
+                if (place, used) not in seen:
+                    seen.add((place, used))
+                    for key, more in _once([options[name] for name in used], number).items():
+                        beside[place][key] = min(beside[place].get(key, inf), overhead + more)
                 break
         else:
             types = ", ".join(sorted(used))
             return [f"proof.certificate: leaves out splits on {number} devices of {types}"]
     return [
         f"proof.certificate: refuted[{place}] holds splits that are not refuted"
-        for place, (one, time) in enumerate(zip(refuted, left, strict=True))
-        if time > 0
+        for place, (one, once) in enumerate(zip(refuted, beside, strict=True))
+        if once
         and _can_do(
             [options[name] for name in one.device_types if name in options],
-            one.most_devices, time, batch, share,
+            one.most_devices, limit, batch, share, once,
         )
     ]  # fmt: skip
 
@@ -118,13 +125,42 @@ def _all_splits(problem: SplitProblem) -> Iterator[tuple[int, frozenset[str], fl
         for option in problem.devices
         if any(point.batch_size in sizes for point in option.batch_curve)
     }
-    # The slowest synchronisation of a split tells which types it may use.
+    links = {name: _link(option) for name, option in options.items()}
+    late, slow = {a for a, _ in links.values()}, {b for _, b in links.values()}
+    # The slowest synchronisation of a split tells which types it may use, and its slowest links.
     for number in range(2, sum(option.num_devices for option in options.values()) + 1):
         sync = {name: definitions.split_sync_seconds(o, number) for name, o in options.items()}
-        for slowest in {*sync.values()}:
-            used = frozenset(name for name in options if sync[name] <= slowest)
+        for slowest, most, least in product({*sync.values()}, late, slow):
+            used = frozenset(
+                name
+                for name, (latency, rate) in links.items()
+                if sync[name] <= slowest and latency <= most and rate >= least
+            )
             if sum(options[name].num_devices for name in used) >= number:
                 yield number, used, slowest
+
+
+_Once = dict[tuple[str, int], float]
+"""Seconds that a device takes beside its passes, by its type and their size."""
+
+
+def _link(option: DeviceOption) -> tuple[float, float]:
+    """Latency and rate of its ring; all alike where they do not tell what passes hide."""
+    link = definitions.ring_link([option])
+    if link is None or not definitions.tells_sums(option):
+        return 0.0, inf
+    return link.latency_seconds, link.bytes_per_second
+
+
+def _once(options: Collection[DeviceOption], num_devices: int) -> _Once:
+    link = definitions.ring_link(options)
+    return {
+        (option.device_type, point.batch_size): option.update_seconds
+        + option.fixed_seconds
+        + (definitions.exposed_seconds(option, num_devices, point.batch_size, link) or 0.0)
+        for option in options
+        for point in option.batch_curve
+    }
 
 
 def whole_sets(problem: SplitProblem) -> tuple[RefutedSplits, ...]:
@@ -137,7 +173,12 @@ def whole_sets(problem: SplitProblem) -> tuple[RefutedSplits, ...]:
 
 
 def _can_do(
-    options: list[DeviceOption], most_devices: int, seconds: float, batch: int, share: int | None
+    options: list[DeviceOption],
+    most_devices: int,
+    seconds: float,
+    batch: int,
+    share: int | None,
+    beside: _Once,
 ) -> bool:
     """Whether at most so many devices can do exactly the batch, each within a time."""
     # Of each type: devices, most samples of one of them, (size, most passes).
@@ -145,9 +186,9 @@ def _can_do(
     for option in options:
         passes = []
         for point in option.batch_curve:
-            # Whatever the number of devices, two or more: exposed seconds are the same.
-            once = definitions.exposed_seconds(option, 2, point.batch_size) or 0.0
-            once += option.update_seconds + option.fixed_seconds
+            once = beside.get((option.device_type, point.batch_size), inf)
+            if once > seconds:
+                continue
             most = int(max(0.0, seconds - once) / point.step_seconds)
             most += (most + 1) * point.step_seconds + once <= seconds  # division rounds
             most = min(most, (batch - 1) // point.batch_size)  # another device does a sample

@@ -4,13 +4,16 @@ VirtualFlow 5.1.2 measures it as the distributed minus the single-device step ti
 size 1. A link model carries that one measurement to other numbers of devices.
 """
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from ...schema.parallel import LinkCurve
 from ...schema.problem import DeviceOption
-from ...schema.profile import Sync
+from ...schema.profile import BatchPoint, Sync
 
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "point-to-point"]
 
@@ -59,7 +62,8 @@ def sync_seconds(option: DeviceOption, num_devices: int) -> float:
     the model does not know (software overhead, overlap) is kept. The anchor subtracts the
     measured link's ring and adds the ring over the slower of the two links; so a cluster with a
     slow network pays for it in full. Never falls as ``num_devices`` grows. Where the profile tells
-    sizes of virtual nodes apart, this is the least of any; ``exposed_seconds`` comes on top.
+    sizes of virtual nodes apart, this is the least of any; ``exposed_seconds`` comes on top. Where
+    it tells when gradients come, this is the last bucket's ring, which nothing hides.
 
     Args:
         option: Devices of one type, with the profile's ``sync``.
@@ -72,17 +76,69 @@ def sync_seconds(option: DeviceOption, num_devices: int) -> float:
     if num_devices < 2 or sync is None:
         return 0.0
     cap, size = option.link_bytes_per_second, option.weight_bytes
-    late = option.link_latency_seconds
-    if sync.latency_seconds is None or sync.bytes_per_second is None:
+    slower = ring_wire(option)
+    if slower is None or sync.latency_seconds is None or sync.bytes_per_second is None:
         if cap is None:
             return least_seconds(sync)
+        late = option.link_latency_seconds
         wire = collective_seconds("all-reduce", size, num_devices, Wire(late, cap))
         return max(least_seconds(sync), wire)
+    if hides(option):
+        last = option.batch_curve[0].sums[-1]
+        return float(_rings(last.num_bytes, last.num_sums, num_devices, slower))
     own = Wire(sync.latency_seconds, sync.bytes_per_second)
     measured = collective_seconds("all-reduce", size, sync.num_devices, own)
-    slower = Wire(max(own.latency_seconds, late), min(own.bytes_per_second, cap or inf))
     ring = collective_seconds("all-reduce", size, num_devices, slower)
     return max(0.0, least_seconds(sync) + ring - measured)
+
+
+def hides(option: DeviceOption) -> bool:
+    """Whether the profile tells when gradients come, and so which sums a last pass hides."""
+    return ring_wire(option) is not None and all(point.sums for point in option.batch_curve)
+
+
+def ring_wire(option: DeviceOption) -> Wire | None:
+    """The fitted link of a type's ring, no faster than the pool's; None without a link model."""
+    sync, cap = option.sync, option.link_bytes_per_second
+    if sync is None or sync.latency_seconds is None or sync.bytes_per_second is None:
+        return None
+    late = max(sync.latency_seconds, option.link_latency_seconds)
+    return Wire(late, min(sync.bytes_per_second, cap or inf))
+
+
+def slowest_wire(options: Iterable[DeviceOption]) -> Wire | None:
+    """The link at which a ring over devices of all these types runs."""
+    wires = [wire for wire in map(ring_wire, options) if wire is not None]
+    return slowest(wires) if wires else None
+
+
+def slowest(wires: Sequence[Wire]) -> Wire:
+    """The longest latency and the least rate."""
+    late = max(wire.latency_seconds for wire in wires)
+    return Wire(late, min(wire.bytes_per_second for wire in wires))
+
+
+def _rings(num_bytes: float, num_sums: int, num_devices: Any, wire: Wire) -> Any:
+    late = Wire(num_sums * wire.latency_seconds, wire.bytes_per_second)
+    return collective_seconds("all-reduce", num_bytes, num_devices, late)
+
+
+def unhidden_seconds(point: BatchPoint, num_devices: Any, wire: Wire) -> Any:
+    """What a step waits for sums after a last pass of this size, beyond the last sum.
+
+    Sums run one after another, each when its gradients are there on all devices. A device's passes
+    end at F_i, and a_ik is left of them when bucket k is there. R_k are the rings of bucket k and
+    all behind it. Then all sums have ended at ``max_i (F_i + max_k (R_k - a_ik))``, so what is
+    exposed is each device's own. ``num_devices`` may be an array.
+    """
+    last = point.sums[-1]
+    least = most = _rings(last.num_bytes, last.num_sums, num_devices, wire)
+    left = number = 0
+    for one in reversed(point.sums):
+        left, number = left + one.num_bytes, number + one.num_sums
+        rings = _rings(left, number, num_devices, wire)
+        most = np.maximum(most, rings - one.seconds_left)
+    return most - least
 
 
 def least_seconds(sync: Sync) -> float:

@@ -1,7 +1,7 @@
 """Computation: the time of one forward + backward pass, t_i(b) of VirtualFlow 5.1.2."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from math import ceil
 from typing import Any
@@ -54,6 +54,10 @@ def _between(low: BatchPoint, high: BatchPoint, batch_size: int) -> BatchPoint:
         for a, b in product(low.moments, high.moments)
     )
 
+    sums = (
+        replace(b, seconds_left=a.seconds_left + share * (b.seconds_left - a.seconds_left))
+        for a, b in zip(low.sums, high.sums, strict=False)
+    )
     return BatchPoint(
         batch_size=batch_size,
         step_seconds=seconds,
@@ -64,6 +68,7 @@ def _between(low: BatchPoint, high: BatchPoint, batch_size: int) -> BatchPoint:
         update_bytes=taken("update_bytes"),
         pinned_bytes=taken("pinned_bytes"),
         moments=most_of(moments),
+        sums=tuple(sums) if len(low.sums) == len(high.sums) else (),
         load_seconds=load,
         virtual_node_seconds=_part_between(
             low.virtual_node_seconds, high.virtual_node_seconds, share, rest

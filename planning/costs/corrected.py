@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from ...schema.problem import DeviceCosts, DeviceOption
 from ...schema.profile import SHORTEST_PASS_SECONDS, BatchPoint, BusyHost, Profile, Sync, SyncPoint
-from .comm import exposed_seconds, least_seconds, sync_seconds
+from .comm import hides, least_seconds, slowest_wire, sync_seconds
 from .compute import point_at
 from .observed import Measured, Run, Worker, together, workers_of
-from .split import closing_seconds
+from .split import closing_seconds, exposed_on
 
 _SAME = 1e-9
 """Of the whole: what differs by less is the same number, computed in another order."""
@@ -220,7 +220,10 @@ def _scaled(point: BatchPoint, ratio: float) -> BatchPoint:
     seconds = max(point.step_seconds * ratio, SHORTEST_PASS_SECONDS)
     load = None if load is None else min(load * ratio, seconds)
     node = None if node is None else min(node * ratio, seconds - (load or 0.0))
-    return replace(point, step_seconds=seconds, load_seconds=load, virtual_node_seconds=node)
+    sums = tuple(replace(one, seconds_left=one.seconds_left * ratio) for one in point.sums)
+    return replace(
+        point, step_seconds=seconds, load_seconds=load, virtual_node_seconds=node, sums=sums
+    )
 
 
 def _with_peaks(profile: Profile, workers: Sequence[Worker]) -> Profile:
@@ -265,6 +268,11 @@ def _with_sync(
     predicted = max(sync_seconds(_option(before[kind]), number) for kind in types)
     if abs(left - predicted) <= _SAME * max(run.step_seconds for run in mine):
         return profile
+    if any(hides(_option(folded[kind])) for kind in types):
+        # What was measured takes the place of what passes were estimated to hide.
+        folded = {kind: _without_sums(one) for kind, one in folded.items()}
+        profile = folded[name]
+        left = together([Measured(_left(run, folded)) for run in mine]).seconds
     if left < 0:
         profile = _cheaper(profile, -left, mine)
     sync = profile.sync or Sync(num_devices=number, sync_seconds=0.0)
@@ -281,13 +289,23 @@ def _with_sync(
     return replace(profile, sync=sync)
 
 
+def _without_sums(profile: Profile) -> Profile:
+    def bare(curve: Curve) -> Curve:
+        return tuple(replace(point, sums=()) for point in curve)
+
+    busy = profile.busy and replace(profile.busy, batch_curve=bare(profile.busy.batch_curve))
+    return replace(profile, batch_curve=bare(profile.batch_curve), busy=busy)
+
+
 def _left(run: _Seen, profiles: dict[str, Profile]) -> float:
     own = []
+    options = {worker.device_type: _option(profiles[worker.device_type]) for worker in run.workers}
+    wire = slowest_wire(options.values())
     for worker in run.workers:
         costs = _costs_of(worker, profiles[worker.device_type])
-        seconds = point_at(costs.batch_curve, worker.batch_size).step_seconds
-        exposed = exposed_seconds(profiles[worker.device_type].sync, worker.batch_size) or 0.0
-        own.append(worker.virtual_nodes * seconds + exposed + closing_seconds(costs))
+        point = point_at(costs.batch_curve, worker.batch_size)
+        exposed = exposed_on(options[worker.device_type], point, len(run.workers), wire) or 0.0
+        own.append(worker.virtual_nodes * point.step_seconds + exposed + closing_seconds(costs))
     return run.step_seconds - max(own)
 
 

@@ -22,6 +22,7 @@ from ...schema.profile import (
     CURVES,
     BatchPoint,
     Estimate,
+    GradientSum,
     LayerCore,
     LayerGraph,
     LayerNode,
@@ -155,7 +156,7 @@ def estimated_profile(counts: ModelCounts, estimator: Estimator, *, model: str) 
             "torch": counts.torch,
             "num_parameters": counts.num_parameters,
             "reserve_bytes": RESERVE_BYTES,
-            "sync": "a ring over the device's link, counted as not overlapped with passes",
+            "sync": "a ring over the device's link; a step's last pass hides what it can of it",
             **_how_shared(counts),
         },
     )
@@ -182,6 +183,14 @@ def _point(counts: ModelCounts, found: PassCounts, estimator: Estimator) -> Batc
         update_bytes=counts.update_workspace_bytes,
         pinned_bytes=found.pinned_bytes,
         moments=found.moments,
+        sums=tuple(
+            GradientSum(
+                num_bytes=one.num_bytes,
+                num_sums=one.num_sums,
+                seconds_left=estimator.seconds(one.after),
+            )
+            for one in found.sums
+        ),
     )
 
 

@@ -1,13 +1,13 @@
 """The step time of a batch split, straight from its definition (VirtualFlow 5.1.2)."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...schema.errors import ProblemError
 from ...schema.plan import Prediction, ReplicaGroup
 from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
-from .comm import exposed_seconds, sync_seconds
+from .comm import Wire, exposed_seconds, hides, slowest_wire, sync_seconds, unhidden_seconds
 from .compute import point_at
 
 
@@ -42,6 +42,41 @@ def closing_seconds(costs: DeviceCosts) -> float:
     return costs.update_seconds + costs.fixed_seconds
 
 
+def exposed_on(
+    option: DeviceOption, point: BatchPoint, num_devices: int, wire: Wire | None
+) -> float | None:
+    """What a device waits for sums beyond what all devices do, after a last pass of this size.
+
+    Args:
+        option: Its type.
+        point: Of the type's curve.
+        num_devices: All devices in use.
+        wire: The slowest of all types in use.
+
+    Returns:
+        Seconds; None where there is nothing to wait for, or sizes are not told apart.
+    """
+    if num_devices < 2:
+        return None
+    if wire is not None and hides(option):
+        return float(unhidden_seconds(point, num_devices, wire))
+    return exposed_seconds(option.sync, point.batch_size)
+
+
+def with_exposed(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> tuple[ReplicaGroup, ...]:
+    """The groups of a plan, each with its ``exposed_seconds``."""
+    used = tuple(groups)
+    options = [_option(problem, group) for group in used]
+    number, wire = sum(group.num_devices for group in used), slowest_wire(options)
+
+    def told(group: ReplicaGroup, option: DeviceOption) -> ReplicaGroup:
+        curve = option.measured_with(number).batch_curve
+        point = point_at(curve, group.virtual_node_batch_size)
+        return replace(group, exposed_seconds=exposed_on(option, point, number, wire))
+
+    return tuple(map(told, used, options))
+
+
 def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction:
     """Predict a step: the slowest device, plus synchronisation.
 
@@ -55,7 +90,7 @@ def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction
     Raises:
         ProblemError: A group names a type or a size that the problem does not have.
     """
-    used = tuple(groups)
+    used = with_exposed(problem, groups)
     num_devices = sum(group.num_devices for group in used)
     options = [_option(problem, group) for group in used]
     costs = [option.measured_with(num_devices) for option in options]
@@ -64,11 +99,9 @@ def predict(problem: SplitProblem, groups: Iterable[ReplicaGroup]) -> Prediction
             group.virtual_nodes,
             point_at(cost.batch_curve, group.virtual_node_batch_size),
             cost,
-            (exposed_seconds(option.sync, group.virtual_node_batch_size) or 0.0)
-            if num_devices > 1
-            else 0.0,
+            group.exposed_seconds or 0.0,
         )
-        for group, option, cost in zip(used, options, costs, strict=True)
+        for group, cost in zip(used, costs, strict=True)
     ]
     slowest = max(work, key=lambda one: one.seconds)
     sync = max(sync_seconds(option, num_devices) for option in options)

@@ -15,19 +15,21 @@ of B bits, or of what may be undone, for each run of members.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
 import numpy.typing as npt
 
-from ...planning.costs.comm import exposed_seconds
+from ...planning.costs.comm import Wire, exposed_seconds, hides, ring_wire, unhidden_seconds
 from ...planning.costs.split import closing_seconds
 from ...schema.plan import ReplicaGroup, device_group
 from ...schema.problem import DeviceOption, SplitProblem
 from ...schema.profile import BatchPoint
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 class SplitPool:
@@ -41,7 +43,9 @@ class SplitPool:
         sizes: [entries] samples per pass, s.
         seconds: [entries] time per pass, t_i(s).
         rests: [entries] what a device takes once, however many passes it makes: what
-            synchronisation adds at that size beyond the least, e_i(s), its update and fixed cost.
+            synchronisation adds at that size beyond the least, e_i(s), its update and fixed cost;
+            at least, where e_i(s) depends on the level (``at``).
+        hides: Whether it does: profiles tell when gradients come.
         limits: [entries] most passes of one of several devices, floor((B - 1) / s).
         starts: [types] first entry of each type.
     """
@@ -55,19 +59,44 @@ class SplitPool:
         self.counts = tuple(option.num_devices for option, _ in self.options)
         self.sizes = np.array([point.batch_size for point in flat], dtype=np.int64)
         self.seconds = np.array([point.step_seconds for point in flat], dtype=np.float64)
-        self.rests = np.array(
-            [
-                (exposed_seconds(option.sync, point.batch_size) or 0.0) + closing_seconds(option)
-                for option, points in self.options
-                for point in points
-            ],
-            dtype=np.float64,
-        )
+        self._flat = [
+            (option, point, ring_wire(option) if hides(option) else None)
+            for option, points in self.options
+            for point in points
+        ]
+        self.hides = any(wire for _, _, wire in self._flat)
+        self._known: dict[tuple[Wire | None, int], Floats] = {}
+        self.rests: Floats = self.rests_with(None, np.array([2], dtype=np.int64))[:, 0]
         # B - 1: another device does a sample at least.
         self.limits = (self.batch - 1) // np.maximum(self.sizes, 1)
         lengths = [len(points) for _, points in self.options]
         self.starts = np.cumsum([0, *lengths])[:-1].astype(np.int64)
         self.ends = np.cumsum(lengths).astype(np.int64)
+
+    def rests_with(self, wire: Wire | None, numbers: Ints) -> Floats:
+        """[entries, columns] the rests where so many devices are in use, and a ring has this link.
+
+        Without one each type has its own: no plan has less.
+        """
+        key = (wire, len(numbers))
+        if key not in self._known:
+            found = np.zeros((len(self._flat), len(numbers)))
+            for row, (option, point, own) in zip(found, self._flat, strict=True):
+                row += closing_seconds(option)
+                if own is None:
+                    row += exposed_seconds(option.sync, point.batch_size) or 0.0
+                else:
+                    row += unhidden_seconds(point, numbers, wire or own)
+            self._known[key] = found
+        return self._known[key]
+
+    def at(self, rests: Floats) -> "SplitPool":
+        """The pool of a level, with its own rests."""
+        if rests is self.rests:
+            return self
+        found = copy(self)
+        found.rests = rests
+        return found
 
     def passes(self, seconds: float) -> Ints:
         """[entries] the most passes of each size within ``seconds``, with what comes once."""
@@ -100,7 +129,10 @@ class SplitPool:
 def group_on(
     option: DeviceOption, num_devices: int, passes: int, point: BatchPoint
 ) -> ReplicaGroup:
-    """Devices of a type, among several, that each make so many passes of a measured size."""
+    """Devices of a type, among several, that each make so many passes of a measured size.
+
+    What they wait for sums depends on all groups (``costs.split.with_exposed``).
+    """
     return device_group(
         device_type=option.device_type,
         num_devices=num_devices,
@@ -110,7 +142,6 @@ def group_on(
         pass_seconds=point.step_seconds,
         interpolated=point.batch_size in option.interpolated_sizes,
         measured_busy=option.alone is not None,
-        exposed_seconds=exposed_seconds(option.sync, point.batch_size),
     )
 
 

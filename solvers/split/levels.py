@@ -1,17 +1,17 @@
 """Levels of a batch split: which types and how many devices may be used, and what that adds.
 
-The cost of synchronisation, beside what is each device's own, depends only on the set of used types
-and on the number of devices. It does not depend on the batch's shares, and never falls when a type
-or a device is added. So a level stands for all plans on a subset of its types and devices. Within a
-level the least time of devices in which the batch fits is one of finitely many candidates.
+The cost of synchronisation depends only on the set of used types and on the number of devices. What
+is each device's own depends on the size of its passes, too. Neither falls when a type or a device
+is added. So a level stands for all plans on a subset of its types and devices. Within a level the
+least time of devices in which the batch fits is one of finitely many candidates.
 
     12 samples on an A (2 a second) and a B (1 a second); alone they take 6 and 12 s
     the level of both adds 1.5 s of synchronisation; if samples were fluid, its passes would take
     12 / (2 + 1) = 4 s, so its bound is 5.5 s: less than 6, so it is searched
 
 Levels are searched in the order of these bounds; the first whose bound is no less than the best
-plan ends the search. Sets of types are those below a limit on synchronisation: at most one a type
-for each number of devices.
+plan ends the search. Sets of types are those below a limit on synchronisation, and on the links of
+rings where devices hide sums: at most types^3 sets for each number of devices.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,22 +20,24 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...planning.costs.comm import sync_seconds
+from ...planning.costs.comm import Wire, slowest_wire, sync_seconds
 from ...planning.costs.split import closing_seconds
 from ...schema.plan import RefutedSplits, ReplicaGroup, SplitCertificate, device_group
 from ...schema.problem import SplitProblem
-from .feasible import SplitPool, counts_within
-
-Floats = npt.NDArray[np.float64]
+from .feasible import Floats, SplitPool, counts_within
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """At most ``num_devices`` of ``counts``; the overhead is their step beside a device's own."""
+    """At most ``num_devices`` of ``counts``; the overhead is their step beside a device's own.
+
+    ``rests`` are those of its pool (``SplitPool.at``).
+    """
 
     counts: tuple[int, ...]
     num_devices: int
     overhead_seconds: float
+    rests: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def first_bound(pool: SplitPool, level: Level) -> float:
         total += rate * min(left, count)
         left -= min(left, count)
     # Rounding must not make a bound of it that the optimum breaks.
-    return (pool.batch / total + _least_rest(pool, level.counts)) * (1 - 1e-12)
+    return (pool.batch / total + float(_least_rests(pool, pool.rests, level.counts))) * (1 - 1e-12)
 
 
 def holds(pool: SplitPool, level: Level, seconds: float) -> bool:
@@ -94,45 +96,57 @@ def holds(pool: SplitPool, level: Level, seconds: float) -> bool:
 
 def type_sets(
     pool: SplitPool,
-) -> Iterator[tuple[tuple[int, ...], Floats, npt.NDArray[np.int64]]]:
+) -> Iterator[tuple[tuple[int, ...], Floats, npt.NDArray[np.int64], Floats]]:
     """Yield the sets of types whose synchronisation costs no more than that of one of them.
 
     Yields:
-        Counts of the set's types; [columns] what its plans cost beside devices, at most; and
-        [columns] the number of devices of which that is so.
+        Counts of the set's types; [columns] what its plans cost beside devices, at most; [columns]
+        the number of devices of which that is so; and [entries, columns] what devices take once.
     """
     sync, numbers = _sync_table(pool, sum(pool.counts))
-    for kinds in _subsets(sync):
+    options = [option for option, _ in pool.options]
+    wires = [slowest_wire([option]) if pool.hides else None for option in options]
+    for kinds in _subsets(sync, wires):
         counts = tuple(n if kind in kinds else 0 for kind, n in enumerate(pool.counts))
         # What the dearest type of the set costs is what all its plans pay at most, so sets are
         # told apart by it.
         overheads = sync[sorted(kinds)].max(axis=0)
-        yield counts, overheads, np.minimum(numbers, sum(counts))
+        wire = slowest_wire(options[kind] for kind in sorted(kinds)) if pool.hides else None
+        rests = pool.rests_with(wire, numbers) if pool.hides else pool.rests[:, None]
+        yield counts, overheads, np.minimum(numbers, sum(counts)), rests
 
 
 def levels(pool: SplitPool, floor: float) -> Iterator[tuple[float, Level]]:
     """Every level that could hold the optimum on two or more devices, by its lower bound."""
-    found: list[tuple[Floats, Floats, tuple[int, ...], npt.NDArray[np.int64]]] = []
-    for counts, overheads, own in type_sets(pool):
-        bounds = np.maximum(floor, _compute_bounds(pool, counts)[own - 1]) + overheads
-        found.append((bounds, overheads, counts, own))
-    yield from _in_order(found)
+    found = []
+    for counts, overheads, own, rests in type_sets(pool):
+        fluid = (_compute_bounds(pool, counts)[own - 1] + _least_rests(pool, rests, counts)) * (
+            1 - 1e-12
+        )
+        found.append((np.maximum(floor, fluid) + overheads, overheads, counts, own, rests))
+    yield from _in_order(pool, found)
 
 
 def _in_order(
-    found: list[tuple[Floats, Floats, tuple[int, ...], npt.NDArray[np.int64]]],
+    pool: SplitPool,
+    found: list[tuple[Floats, Floats, tuple[int, ...], npt.NDArray[np.int64], Floats]],
 ) -> Iterator[tuple[float, Level]]:
     bounds = np.concatenate([entry[0] for entry in found])
     width = len(found[0][0])
     for position in np.argsort(bounds, kind="stable").tolist():
-        _, overheads, counts, own = found[position // width]
+        _, overheads, counts, own, rests = found[position // width]
         column = position % width
         # Column 0 is a level of its own always; later ones only while they add devices.
         if column and own[column] == own[column - 1]:
             continue  # more than the subset's devices: the same level again
         yield (
             float(bounds[position]),
-            Level(counts, int(own[column]), float(overheads[column])),
+            Level(
+                counts,
+                int(own[column]),
+                float(overheads[column]),
+                rests[:, column] if pool.hides else pool.rests,
+            ),
         )
 
 
@@ -141,18 +155,25 @@ def _sync_table(pool: SplitPool, total: int) -> tuple[Floats, npt.NDArray[np.int
     options = [option for option, _ in pool.options]
     ends = [(sync_seconds(option, 2), sync_seconds(option, total)) for option in options]
     # Between two equal ends it cannot differ.
-    if all(few == many for few, many in ends):  # never falls, so it is constant
+    if not pool.hides and all(few == many for few, many in ends):  # never falls, so constant
         return np.array([[few] for few, _ in ends]), np.array([total], dtype=np.int64)
     table = [[sync_seconds(option, n) for n in range(2, total + 1)] for option in options]
     return np.array(table), np.arange(2, total + 1, dtype=np.int64)
 
 
-def _subsets(sync: Floats) -> list[frozenset[int]]:
-    """The sets of types below some bound on synchronisation."""
+def _subsets(sync: Floats, wires: list[Wire | None]) -> list[frozenset[int]]:
+    """The sets of types below some bound on synchronisation, and no slower than some link."""
     # Below each limit all types are cheap enough at no cost: only such sets can be best.
     bits = 1 << np.arange(len(sync), dtype=np.int64)
     within = [((sync <= row) * bits[:, None]).sum(axis=0) for row in sync]
-    masks = {int(mask) for row in within for mask in np.unique(row)}
+    late = np.array([wire.latency_seconds if wire else 0.0 for wire in wires])
+    slow = np.array([1 / wire.bytes_per_second if wire else 0.0 for wire in wires])
+    linked = {
+        int((((late <= latency) & (slow <= each)) * bits).sum())
+        for latency in np.unique(late)
+        for each in np.unique(slow)
+    }
+    masks = {int(mask) & near for row in within for mask in np.unique(row) for near in linked}
     return [
         frozenset(kind for kind in range(len(sync)) if mask >> kind & 1)
         # Larger sets first: of equal bounds they hold the most plans.
@@ -162,18 +183,19 @@ def _subsets(sync: Floats) -> list[frozenset[int]]:
 
 
 def _compute_bounds(pool: SplitPool, counts: tuple[int, ...]) -> Floats:
-    """[devices] ``first_bound`` for 1, 2, ... devices of ``counts``."""
+    """[devices] the passes of ``first_bound`` for 1, 2, ... devices of ``counts``."""
     rates = np.maximum.reduceat(pool.sizes / pool.seconds, pool.starts)
     order = np.argsort(-rates, kind="stable")
     each = np.repeat(rates[order], np.array(counts)[order])
-    bounds: Floats = (pool.batch / np.cumsum(each) + _least_rest(pool, counts)) * (1 - 1e-12)
+    bounds: Floats = pool.batch / np.cumsum(each)
     return bounds
 
 
-def _least_rest(pool: SplitPool, counts: tuple[int, ...]) -> float:
-    """What each device of ``counts`` takes once, at least."""
-    least = np.minimum.reduceat(pool.rests, pool.starts)
-    return float(min(least[kind] for kind, count in enumerate(counts) if count))
+def _least_rests(pool: SplitPool, rests: Floats, counts: tuple[int, ...]) -> Floats:
+    """What each device of ``counts`` takes once, at least: of each column of [entries, ...]."""
+    least = np.minimum.reduceat(rests, pool.starts)
+    found: Floats = least[np.array(counts) > 0].min(axis=0)
+    return found
 
 
 def least_seconds(
@@ -268,16 +290,17 @@ def refutation(pool: SplitPool, step_seconds: float) -> SplitCertificate | None:
     """
     names = [option.device_type for option, _ in pool.options]
     refuted = []
-    for counts, overheads, numbers in type_sets(pool) if sum(pool.counts) > 1 else ():
+    for counts, overheads, numbers, rests in type_sets(pool) if sum(pool.counts) > 1 else ():
         most = sum(counts)
         # Columns up to the set's number of devices; later ones are the same level.
         spans = [(0, int(np.searchsorted(numbers, most)))] if most > 1 else []
         while spans:
             low, high = spans.pop()
-            # The least overhead of the span, with the work of its most devices: both only help the
-            # split.
+            # The least overhead and rests of the span, with the work of its most devices: all only
+            # help the split.
             seconds = step_seconds * (1 - 1e-9) - float(overheads[low : high + 1].min())
-            if seconds > 0 and counts_within(pool, counts, int(numbers[high]), seconds):
+            least = pool.at(rests[:, low]) if pool.hides else pool
+            if seconds > 0 and counts_within(least, counts, int(numbers[high]), seconds):
                 if low == high:
                     return None
                 middle = (low + high) // 2

@@ -13,11 +13,22 @@ Each device that takes part has one binary variable for each of its measured siz
 grows with devices, not with types; equal devices make it symmetric, and slow.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
-from ...planning.costs.comm import exposed_seconds, sync_seconds
-from ...planning.costs.split import closing_seconds, predict
+from ...planning.costs.comm import (
+    Wire,
+    exposed_seconds,
+    hides,
+    ring_wire,
+    slowest,
+    slowest_wire,
+    sync_seconds,
+    unhidden_seconds,
+)
+from ...planning.costs.split import closing_seconds, exposed_on, predict, with_exposed
 from ...schema.errors import BackendError, InfeasibleError, TooLittleTimeError
 from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
 from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
@@ -122,7 +133,7 @@ def _known_seconds(problem: SplitProblem) -> float:
         (
             _batch(problem) // (number * point.batch_size) * point.step_seconds
             + sync_seconds(option, number)
-            + (_exposed(option, point) if number > 1 else 0.0)
+            + (exposed_on(option, point, number, slowest_wire([option])) or 0.0)
             + closing_seconds(option.measured_with(number))
             for option in problem.devices
             for number in range(1, option.num_devices + 1)
@@ -184,29 +195,37 @@ def _build(
         if first.option is second.option:  # of equal devices an earlier one does at least as much
             program.require(total(_samples(first)) >= total(_samples(second)))
     if devices:
-        _require_sync(program, devices, sync, unit)
+        _require_sync(program, devices, sync, device_seconds, unit)
     alone = [(single.plan.step_seconds / unit, single.takes) for single in singles]
     return total([(1, device_seconds), (1, sync), *alone])
 
 
 def _exposed(option: DeviceOption, point: BatchPoint) -> float:
-    return exposed_seconds(option.sync, point.batch_size) or 0.0
+    """What is exposed whatever other devices are in use."""
+    return 0.0 if hides(option) else exposed_seconds(option.sync, point.batch_size) or 0.0
 
 
 def _samples(device: _Device) -> Terms:
     return [(p.batch_size, v) for p, v in zip(device.points, device.passes, strict=True)]
 
 
-def _require_sync(program: Program, devices: list[_Device], sync: Any, unit: float) -> None:
-    """Each used type asks for its time at the number of devices in use."""
+def _require_sync(
+    program: Program, devices: list[_Device], sync: Any, device_seconds: Any, unit: float
+) -> None:
+    """Each used type asks for its time at the number of devices in use.
+
+    What a device's last pass does not hide depends on that number, and on the slowest link.
+    """
     total, numbers = program.total, range(1, len(devices) + 1)
     options = {id(device.option): device.option for device in devices}
     times = {key: [sync_seconds(o, n) / unit for n in numbers] for key, o in options.items()}
     last = len(devices) - 1
+    wires = _wires(options.values())
     # Synchronisation that does not depend on the number has two columns: alone, or together.
-    constant = all(t[min(1, last)] == t[last] for t in times.values())
-    columns = sorted({0, last}) if constant else list(range(len(devices)))  # "at most so many"
-    select = [program.variable(f"n_{c + 1}", high=1, integer=True) for c in columns]
+    constant = wires == [None] and all(t[min(1, last)] == t[last] for t in times.values())
+    counts = sorted({0, last}) if constant else list(range(len(devices)))  # "at most so many"
+    columns, linked = zip(*product(counts, wires), strict=True)
+    select = [program.variable(f"n_{c}", high=1, integer=True) for c in range(len(columns))]
     used = total([(1.0, run) for device in devices for run in device.runs])
     program.require(total([(1, one) for one in select]) == 1)
     # The column's number may be larger than what is used, as synchronisation never falls with it.
@@ -217,6 +236,39 @@ def _require_sync(program: Program, devices: list[_Device], sync: Any, unit: flo
             runs = total([(max(own), run) for run in device.runs])
             # big-M: ``sync`` is at least the type's time if the type runs, and free otherwise.
             program.require(sync >= total(list(zip(own, select, strict=True))) + runs - max(own))
+        wire = ring_wire(device.option)
+        if wires == [None] or wire is None:
+            continue
+        slower = [
+            (1, one)
+            for one, its in zip(select, linked, strict=True)
+            if its is not None and slowest([wire, its]) == its
+        ]
+        program.require(total([(1, run) for run in device.runs]) <= total(slower))
+        if not hides(device.option):
+            continue
+        closing = closing_seconds(device.option) / unit
+        for point, passes, run in zip(device.points, device.passes, device.runs, strict=True):
+            each = [
+                float(unhidden_seconds(point, column + 1, its)) / unit
+                for column, its in zip(columns, linked, strict=True)
+                if its is not None
+            ]
+            most = max(each)
+            own_terms = [(point.step_seconds / unit, passes), (closing + most, run)]
+            program.require(
+                device_seconds >= total([*own_terms, *zip(each, select, strict=True)]) - most
+            )
+
+
+def _wires(options: Iterable[DeviceOption]) -> list[Wire | None]:
+    """All that may be the slowest link of a plan whose devices hide sums; else none."""
+    options = list(options)
+    if not any(map(hides, options)):
+        return [None]
+    wires = [wire for wire in map(ring_wire, options) if wire is not None]
+    late, rates = {w.latency_seconds for w in wires}, {w.bytes_per_second for w in wires}
+    return [Wire(*pair) for pair in product(sorted(late), sorted(rates))]
 
 
 def _plan(
@@ -229,6 +281,7 @@ def _plan(
     devices, singles = choices
     groups = _groups(devices, solved.values)
     groups += tuple(s.plan.group for s in singles if round(solved.values[s.takes.name]))
+    groups = with_exposed(problem, groups)
     total = sum(group.num_devices * group.device_batch_size for group in groups)
     # Backends keep integers to 1e-9 only; what they round must still be the batch.
     if total != _batch(problem):

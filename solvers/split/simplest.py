@@ -204,7 +204,7 @@ class _Search:
     def rank(self, level: Level, seconds: float, limit: Rank) -> Rank | None:
         """The fewest passes, then devices, of a level within ``seconds`` each."""
         # None where there are none, or none that come up to ``limit``.
-        if not holds(self.pool, level, seconds):
+        if not holds(self.pool.at(level.rests), level, seconds):
             return None
         # A table that does not count devices is cheaper, and most often enough.
         found = self._rank(level, seconds, counted=False)
@@ -213,7 +213,9 @@ class _Search:
         return None if found is None or found > limit else found
 
     def _rank(self, level: Level, seconds: float, *, counted: bool) -> Rank | None:
-        passes = self.pool.passes(seconds).tobytes()  # the time matters only through the passes
+        passes = (
+            self.pool.at(level.rests).passes(seconds).tobytes()
+        )  # the time matters only through the passes
         key = (level.counts, passes, level.num_devices if counted else 0)
         if key not in self.known:
             self.known[key] = self._table(level, seconds, counted=counted).rank
@@ -239,7 +241,7 @@ class _Search:
         alike: bool = False,
         keeps: bool = False,
     ) -> "_Table":
-        pool = self.pool
+        pool = self.pool.at(level.rests)
         passes = pool.passes(seconds)
         tops = pool.tops(passes)
         stride = gcd(pool.batch, *(int(size) for size in pool.sizes))
@@ -395,7 +397,7 @@ def simplest(
     if best[1] == 1 and single is not None:
         return (single.group,)
     level, seconds = _fastest_of_rank(search, within, limit_seconds, best)
-    return groups_of(pool, search.work(level, seconds, best), seconds)
+    return groups_of(pool.at(level.rests), search.work(level, seconds, best), seconds)
 
 
 def _levels_within(problem: SplitProblem, pool: SplitPool, limit_seconds: float) -> list[Level]:
@@ -424,7 +426,8 @@ def _fastest_of_rank(
         # Only times that improve the step found so far.
         if search.rank(level, bound, rank) != rank:
             continue
-        times = candidates(search.pool, first_bound(search.pool, level), bound)
+        own = search.pool.at(level.rests)
+        times = candidates(own, first_bound(own, level), bound)
 
         def has_rank(seconds: float, at: Level = level) -> bool:
             return search.rank(at, seconds, rank) == rank

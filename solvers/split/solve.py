@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ...planning.costs.split import predict
+from ...planning.costs.split import predict, with_exposed
 from ...schema.errors import InfeasibleError
 from ...schema.plan import Plan, Proof, ReplicaGroup, split_plan
 from ...schema.problem import DeviceCosts, DeviceOption, SplitProblem
@@ -113,7 +113,7 @@ def _search_levels(problem: SplitProblem, pool: SplitPool, first: _Best | None) 
     best = first
     if sum(pool.counts) == 1:
         return best
-    everything = Level(pool.counts, sum(pool.counts), 0.0)
+    everything = Level(pool.counts, sum(pool.counts), 0.0, pool.rests)
     floor = least_seconds(pool, everything, np.inf)
     if floor is None:
         return best
@@ -121,14 +121,13 @@ def _search_levels(problem: SplitProblem, pool: SplitPool, first: _Best | None) 
         if best and bound * _ABOVE_ROUNDING >= best.step_seconds:
             break  # levels come in order of their bounds
         cutoff = best.step_seconds - level.overhead_seconds if best else np.inf
-        if (level.counts, level.num_devices) == (everything.counts, everything.num_devices):
+        own, same = pool.at(level.rests), (everything.counts, everything.num_devices)
+        if own is pool and (level.counts, level.num_devices) == same:
             found: tuple[float, tuple[int, ...]] | None = floor
         else:
-            found = least_seconds(pool, level, cutoff * _ABOVE_ROUNDING, floor[0])
+            found = least_seconds(own, level, cutoff * _ABOVE_ROUNDING, floor[0])
         if found and (not best or found[0] + level.overhead_seconds < best.step_seconds):
-            best = _Best(
-                found[0] + level.overhead_seconds, _groups_within(pool, found[1], found[0])
-            )
+            best = _Best(found[0] + level.overhead_seconds, _groups_within(own, found[1], found[0]))
     return best
 
 
@@ -149,7 +148,7 @@ def _plan(problem: SplitProblem, groups: tuple[ReplicaGroup, ...]) -> Plan:
     return split_plan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
-        groups=groups,
+        groups=with_exposed(problem, groups),
         uniform_virtual_nodes=problem.virtual_nodes,
         optimizer=problem.optimizer,
         predicted=predicted,
@@ -296,14 +295,15 @@ def least_latest(
         if bound >= step:
             break
         left = limit_seconds * _ROUNDING - level.overhead_seconds
-        slowed.limits = np.minimum(unlimited, pool.passes(max(left, 0.0)))
-        found = least_seconds(slowed, level, step - level.overhead_seconds)
+        own = slowed.at(level.rests)
+        own.limits = np.minimum(unlimited, pool.at(level.rests).passes(max(left, 0.0)))
+        found = least_seconds(own, level, step - level.overhead_seconds)
         if found is None or found[0] + level.overhead_seconds >= step:
             continue
-        sums = feasible_sums(slowed, found[1], found[0])
+        sums = feasible_sums(own, found[1], found[0])
         assert sums is not None
         step = found[0] + level.overhead_seconds
-        best = groups_of(slowed, choose(sums), found[0])
+        best = groups_of(own, choose(sums), found[0])
     return best
 
 

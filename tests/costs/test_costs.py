@@ -14,7 +14,7 @@ from hetflow.schema.errors import ProblemError
 from hetflow.schema.parallel import LinkCurve
 from hetflow.schema.plan import ReplicaGroup
 from hetflow.schema.problem import DeviceCosts, DeviceOption, SplitProblem
-from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
+from hetflow.schema.profile import BatchPoint, GradientSum, Sync, SyncPoint
 from hetflow.tests.plan_parts import whole_group
 
 CURVE = (
@@ -121,6 +121,37 @@ def test_the_slowest_device_is_that_whose_sums_come_last() -> None:
     assert found.compute_seconds == pytest.approx(2.7)
     (alone,) = [predict(problem, [group("A", 1, 7, 8)])]
     assert (alone.step_seconds, alone.sync_seconds) == (pytest.approx(6.3), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds"),
+    [
+        (0.0, 3 * 0.5 + 1.0 + 2.0),  # nothing is hidden: a ring of 500 bytes, two of 1,000
+        (1.0, 3 * 0.5 + 2.0),  # the first ring, but for its latency, ends with the pass
+        (1.5, 2 * 0.5 + 2.0),  # all of it: the last ones begin when the pass ends
+        (9.0, 2 * 0.5 + 2.0),
+    ],
+)
+def test_a_last_pass_hides_the_sums_that_begin_in_it(left: float, seconds: float) -> None:
+    sums = (
+        GradientSum(num_bytes=500, seconds_left=left),
+        GradientSum(num_bytes=1_000, num_sums=2, seconds_left=0.0),
+    )
+    curve = tuple(replace(told(size, 3.0), sums=sums) for size in (8, 12))
+    fast = replace(LINK, latency_seconds=0.01, bytes_per_second=1e6)
+    problem = problem_of(
+        option("A", batch_curve=curve, sync=LINK),
+        option("B", batch_curve=curve, sync=fast),
+        batch=16,
+    )
+    found = predict(problem, [group("A", 1, 1, 8), group("B", 1, 1, 8)])
+    assert found.sync_seconds == pytest.approx(seconds)  # B's, too, crosses A's link
+    assert found.step_seconds == pytest.approx(3.0 + seconds + 0.5)
+    assert predict(problem, [group("B", 1, 2, 8)]).sync_seconds == 0.0
+    between = point_at(
+        (curve[0], replace(curve[1], sums=(replace(sums[0], seconds_left=left + 4), sums[1]))), 9
+    )
+    assert between.sums[0].seconds_left == left + 1
 
 
 def test_passes_are_linear_between_profiled_sizes() -> None:

@@ -22,6 +22,7 @@ from hetflow.schema.layers import (
     ModelCounts,
     Operator,
     PassCounts,
+    SumCounts,
 )
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.profile import BatchPoint, Profile
@@ -69,6 +70,10 @@ def passes(size: int) -> PassCounts:
         kept_bytes=10**6 * size,
         peak_bytes=10**8 * size,
         batch_bytes=1000 * size,
+        sums=(
+            SumCounts(num_bytes=10**6, num_sums=1, after=(operator("add", num_bytes=10**8),)),
+            SumCounts(num_bytes=3 * 10**6, num_sums=2, after=()),
+        ),
     )
 
 
@@ -136,6 +141,9 @@ def test_a_profile_adds_up_operators() -> None:
     assert profile.sync.bytes_per_second == 1e9
     assert profile.sync.sync_seconds == pytest.approx(2e-5 + 4e-3)
     assert profile.device_memory_bytes == DEVICE.memory_bytes
+    early, last = second.sums
+    assert (early.num_bytes, last.num_bytes, last.num_sums) == (10**6, 3 * 10**6, 2)
+    assert (early.seconds_left, last.seconds_left) == (pytest.approx(0.021), 0.0)
 
 
 def test_an_estimate_says_so_and_survives_its_file() -> None:

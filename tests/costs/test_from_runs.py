@@ -12,7 +12,15 @@ from hetflow.planning.correcting import Correction, correct
 from hetflow.planning.costs.observed import Run
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import Plan, Prediction, Proof
-from hetflow.schema.profile import BatchPoint, BusyHost, Emulation, Profile, Sync, SyncPoint
+from hetflow.schema.profile import (
+    BatchPoint,
+    BusyHost,
+    Emulation,
+    GradientSum,
+    Profile,
+    Sync,
+    SyncPoint,
+)
 from hetflow.schema.run import DeviceRun, Generation, MeasuredTerm, MeasuredTerms, RunRecord
 from hetflow.tests.parallel_plans import parallel_plan
 from hetflow.tests.plan_parts import split_plan, whole_group
@@ -140,18 +148,17 @@ def corrected(profiles: Profile | list[Profile], *runs: Run) -> Correction:
 
 def predicted(profiles: tuple[Profile, ...], plan: Plan) -> float:
     """The step by its definition, all devices on one host."""
-    own, updates, syncs = [], [], [0.0]
+    own, syncs = [], [0.0]
     for group in plan.groups:
         found = next(p for p in profiles if p.device_type == group.device_type)
         busy = found.busy if plan.num_devices > 1 else None
         costs = busy or found
         points = {p.batch_size: p.step_seconds for p in costs.batch_curve}
         seconds = group.virtual_nodes * points[group.virtual_node_batch_size]
-        own.append(seconds + (costs.fixed_seconds or 0.0))
-        updates.append(costs.update_seconds)
+        own.append(seconds + (costs.fixed_seconds or 0.0) + costs.update_seconds)
         if plan.num_devices > 1 and found.sync is not None:
             syncs.append(found.sync.sync_seconds)
-    return max(own) + max(syncs) + max(updates)
+    return max(own) + max(syncs)
 
 
 def test_a_run_as_predicted_changes_nothing() -> None:
@@ -248,6 +255,27 @@ def test_sizes_that_differ_in_synchronisation_move_together() -> None:
     assert step == pytest.approx(3.4)
     assert (small.sync_seconds, large.sync_seconds) == pytest.approx((0.4, 0.0))
     assert after.sync.sync_seconds == pytest.approx(0.2)
+
+
+def test_a_measured_sum_takes_the_place_of_those_that_passes_were_to_hide() -> None:
+    sums = (
+        GradientSum(num_bytes=100, seconds_left=0.1),
+        GradientSum(num_bytes=300, seconds_left=0.0),
+    )
+    sync = Sync(num_devices=2, sync_seconds=0.4, latency_seconds=0.0, bytes_per_second=1_000.0)
+    before = profile(batch_curve=(point(4, 0.4), point(8, 0.6, sums=sums)), sync=sync)
+    before = replace(before, batch_curve=tuple(replace(p, sums=sums) for p in before.batch_curve))
+    two = plan(("A", 2, 1, 8))
+    # All but the last 0.3 s are hidden.
+    for took, has_sums in ((0.3, True), (0.5, False)):
+        step = 0.6 + 0.2 + took + 0.05
+        workers = [
+            device(n, "A", 1, 0.6, fixed=0.2, sync=took, update=0.05, step=step) for n in (0, 1)
+        ]
+        (after,) = corrected(before, run_of(two, *workers)).profiles
+        assert all(bool(one.sums) == has_sums for one in after.batch_curve)
+        assert after.sync is not None
+        assert after.sync.sync_seconds == pytest.approx(0.4 if has_sums else took)
 
 
 def test_an_emulated_type_keeps_its_passes_and_says_so() -> None:
@@ -362,10 +390,9 @@ def runs(draw: st.DrawFn, name: str = "r") -> Run:
     workers, step = [], draw(seconds) + 20
     types = [(kind, nodes) for kind, number, nodes, _ in groups for _ in range(number)]
     interval = draw(maybe)
-    update = draw(seconds) / 4  # alike: the step that is predicted holds the slowest one's
     for rank, (kind, nodes) in enumerate(types):
         node = draw(seconds) if nodes > 1 else None
-        sync = draw(seconds) / 4
+        sync, update = draw(seconds) / 4, draw(seconds) / 4
         whole = dict(fixed=0.0, sync=sync, update=update, step=step, interval=interval)
         if node is not None:
             node = min(node, (step - sync - update) / nodes)

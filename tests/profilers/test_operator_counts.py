@@ -191,6 +191,12 @@ def test_recomputed_layers_keep_their_inputs_and_run_again(file: Path) -> None:
     # While one layer goes back it has its own.
     assert plain.peak_bytes - again.peak_bytes >= 3 * within
     assert not count_model(target, (8,), (), "sgd").others
+    # The first bucket holds 1 MiB at least: of eight layers the last seven, so one is left.
+    early, last = plain.sums
+    assert (early.num_bytes + last.num_bytes, early.num_sums) == (found.weight_bytes, 1)
+    assert early.num_bytes == found.weight_bytes - 4 * (100 * 400 + 400)
+    assert flops(early.after) == 2 * 8 * 100 * 400  # the input itself needs no gradient
+    assert last.after == ()
 
 
 def test_offloaded_layers_are_gone_but_for_the_last(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from hetflow.planning.checks.batch_split import check
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.plan import Plan
 from hetflow.schema.problem import DeviceCosts, DeviceOption, SplitProblem
-from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
+from hetflow.schema.profile import BatchPoint, GradientSum, Sync, SyncPoint
 from hetflow.solvers.split import milp as batch_split_milp
 from hetflow.solvers.split.solve import nearest_batches, solve
 from hetflow.tests.profiles import examples
 
+RARELY = st.sampled_from([False, False, False, True])
 # Random pools are often infeasible; the properties hold where a plan exists.
 DRAWN = settings(suppress_health_check=[HealthCheck.filter_too_much])
 
@@ -75,15 +77,30 @@ def options(draw: st.DrawFn, name: str) -> DeviceOption:
         )
         for size, wobble in zip(sizes, noise, strict=True)
     )
+    sync = draw(syncs())
+    hides = sync is not None and sync.bytes_per_second is not None and draw(RARELY)
+    if hides:
+        points = tuple(replace(point, sums=draw(sums())) for point in points)
     return DeviceOption(
         device_type=name,
-        num_devices=draw(st.integers(1, 3)),
+        num_devices=draw(st.integers(1, 2 if hides else 3)),
         batch_curve=points,
         update_seconds=draw(st.sampled_from([0.0, 0.1, 1.5])),
         fixed_seconds=draw(st.sampled_from([0.0, 0.0, 0.3])),
         alone=draw(alones(points)),
         weight_bytes=1,
-        sync=draw(syncs()),
+        sync=sync,
+    )
+
+
+@st.composite
+def sums(draw: st.DrawFn) -> tuple[GradientSum, ...]:
+    """Of gradients that come in parts; the last part comes when the pass ends."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    left = sorted((draw(st.floats(0, 4)) for _ in sizes[1:]), reverse=True)
+    return tuple(
+        GradientSum(num_bytes=size, num_sums=draw(st.integers(1, 2)), seconds_left=seconds)
+        for size, seconds in zip(sizes, [*left, 0.0], strict=True)
     )
 
 
@@ -113,15 +130,44 @@ def device_work(
 Told = tuple[float, int, int]  # step seconds, virtual nodes, devices
 
 
+Case = tuple[int, frozenset[int]]  # devices in all, and the types in use
+
+
+def cases(problem: SplitProblem) -> list[Case | None]:
+    """All that decides what passes hide of the sums; None where nothing does."""
+    if not any(point.sums for option in problem.devices for point in option.batch_curve):
+        return [None]
+    kinds = range(len(problem.devices))
+    sets = [frozenset(some) for n in kinds for some in combinations(kinds, n + 1)]
+    return [
+        (number, some)
+        for some in sets
+        for number in range(2, sum(problem.devices[kind].num_devices for kind in some) + 1)
+    ]
+
+
 def every_split(problem: SplitProblem) -> list[Told]:
     """Every assignment of samples to every device, but for those worse in all that is told."""
+    found = [one for case in cases(problem) for one in splits_of(problem, case)]
+    for option in problem.devices:
+        costs = option if option.alone is None else option.alone
+        for samples, passes, seconds in device_work(problem, costs.batch_curve):
+            if samples == problem.global_batch_size:
+                found.append((seconds + costs.update_seconds + costs.fixed_seconds, passes, 1))
+    return found
+
+
+def splits_of(problem: SplitProblem, case: Case | None) -> list[Told]:
+    """Those of a case on two devices or more."""
     # (samples so far, devices in use, types in use) -> (slowest device, passes), none dominated.
     states: dict[tuple[int, int, frozenset[int]], set[tuple[float, int]]] = {
         (0, 0, frozenset()): {(0.0, 0)}
     }
     for kind, option in enumerate(problem.devices):
+        if case is not None and kind not in case[1]:
+            continue
         work = [
-            (samples, passes, seconds + once(option, samples // passes))
+            (samples, passes, seconds + once(problem, option, samples // passes, case))
             for samples, passes, seconds in device_work(problem, option.batch_curve)
         ]
         for _ in range(option.num_devices):
@@ -133,18 +179,12 @@ def every_split(problem: SplitProblem) -> list[Told]:
                         key = (done + samples, used + 1, kinds | {kind})
                         after[key] = undominated(after.get(key, set()) | more)
             states = after
-    found = [
+    return [
         (slowest + overhead(problem, used, kinds), passes, used)
         for (done, used, kinds), ways in states.items()
-        if done == problem.global_batch_size and used > 1
+        if done == problem.global_batch_size and used > 1 and case in (None, (used, kinds))
         for slowest, passes in ways
     ]
-    for option in problem.devices:
-        costs = option if option.alone is None else option.alone
-        for samples, passes, seconds in device_work(problem, costs.batch_curve):
-            if samples == problem.global_batch_size:
-                found.append((seconds + costs.update_seconds + costs.fixed_seconds, passes, 1))
-    return found
 
 
 def undominated(ways: set[tuple[float, int]]) -> set[tuple[float, int]]:
@@ -166,8 +206,20 @@ def overhead(problem: SplitProblem, used: int, kinds: frozenset[int]) -> float:
     return max(synchronisation(problem.devices[kind], used) for kind in kinds)
 
 
-def once(option: DeviceOption, size: int) -> float:
+def once(problem: SplitProblem, option: DeviceOption, size: int, case: Case | None) -> float:
     """What a device takes beside its passes, however many these are."""
+    point = next(one for one in option.batch_curve if one.batch_size == size)
+    if case is not None and point.sums:
+        number, kinds = case
+        used = [one.sync for kind in kinds for one in [problem.devices[kind]]]
+        linked = [sync for sync in used if sync is not None and sync.bytes_per_second is not None]
+        late = max(sync.latency_seconds for sync in linked)
+        rate = min(sync.bytes_per_second for sync in linked)
+        clock = -100.0  # 0 is the end of the last pass
+        for one in point.sums:
+            last = hops(number) * (one.num_sums * late + one.num_bytes / number / rate)
+            clock = max(clock, -one.seconds_left) + last
+        return clock - last + option.update_seconds + option.fixed_seconds
     return exposed(option, size) + option.update_seconds + option.fixed_seconds
 
 
@@ -185,6 +237,10 @@ def synchronisation(option: DeviceOption, used: int) -> float:
     sync, cap = option.sync, option.link_bytes_per_second
     if sync is None:
         return 0.0
+    last = option.batch_curve[0].sums[-1:]
+    if last:  # which nothing hides
+        each = last[0].num_bytes / used / sync.bytes_per_second
+        return hops(used) * (last[0].num_sums * sync.latency_seconds + each)
     known = min((point.sync_seconds for point in sync.by_batch_size), default=sync.sync_seconds)
     if sync.bytes_per_second is None:
         wire = 0.0 if cap is None else hops(used) / used * option.weight_bytes / cap
@@ -284,12 +340,18 @@ def test_the_simplest_plan_within_the_interval_is_found(
 
 def nominal_and_latest(problem: SplitProblem) -> set[tuple[float, float]]:
     """Of every split on several devices: its step, and that of passes as late as errors allow."""
+    return {told for case in cases(problem) for told in nominal_and_latest_of(problem, case)}
+
+
+def nominal_and_latest_of(problem: SplitProblem, case: Case | None) -> set[tuple[float, float]]:
     states: dict[tuple[int, int, frozenset[int]], set[tuple[float, int]]] = {
         (0, 0, frozenset()): {(0.0, 0.0)}
     }
     for kind, option in enumerate(problem.devices):
+        if case is not None and kind not in case[1]:
+            continue
         work = [
-            (samples, seconds, once(option, samples // passes))
+            (samples, seconds, once(problem, option, samples // passes, case))
             for samples, passes, seconds in device_work(problem, option.batch_curve)
         ]
         for _ in range(option.num_devices):
@@ -305,7 +367,7 @@ def nominal_and_latest(problem: SplitProblem) -> set[tuple[float, float]]:
     return {
         (nominal + overhead(problem, used, kinds), latest + overhead(problem, used, kinds))
         for (done, used, kinds), ways in states.items()
-        if done == problem.global_batch_size and used > 1
+        if done == problem.global_batch_size and used > 1 and case in (None, (used, kinds))
         for nominal, latest in ways
     }
 
@@ -337,16 +399,21 @@ def test_of_estimated_types_the_plan_that_is_least_late_is_taken(
     assert step <= limit * (1 + 1e-9)
     of_error = {option.device_type: option.step_error for option in devices}
     number = plan.num_devices
-    late = max(
-        group.virtual_nodes * group.pass_seconds * (1 + of_error[group.device_type])
-        + (once(kinds[group.device_type], group.virtual_node_batch_size) if number > 1 else 0.0)
-        for kinds in [{option.device_type: option for option in devices}]
-        for group in plan.groups
-    )
     used = frozenset(
         kind
         for kind, option in enumerate(devices)
         if option.device_type in {group.device_type for group in plan.groups}
+    )
+    case = None if cases(problem) == [None] else (number, used)
+    late = max(
+        group.virtual_nodes * group.pass_seconds * (1 + of_error[group.device_type])
+        + (
+            once(problem, kinds[group.device_type], group.virtual_node_batch_size, case)
+            if number > 1
+            else 0.0
+        )
+        for kinds in [{option.device_type: option for option in devices}]
+        for group in plan.groups
     )
     if number > 1:
         late += overhead(problem, number, used)
