@@ -34,6 +34,7 @@ from ..checkpoints.checkpoint import copy_to_host
 from ..checkpoints.restoring import load_optimizers, load_parameters
 from ..log import log
 from ..session import Session
+from ..setup import state_of
 from ..tensor.operators import TensorGroup, parts_of_all
 from .ownership import Holders, Ownership, in_buckets
 from .shares import StageShares
@@ -291,7 +292,7 @@ class OwnShare:
                 workers that share a parameter, only the first has its state in the result.
             keeps: Whether the result has a parameter's state, by its name.
         """
-        state, found = self._optimizer.state_dict(), {}
+        state, found = state_of([self._optimizer]), {}
         # In one order on all workers of a group, as to join a value is a collective. So values are
         # joined also where the result does not get them.
         for local, values in sorted(state["state"].items()):
