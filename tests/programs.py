@@ -7,6 +7,7 @@ it in ``HETFLOW_PRELOAD``. A program that it cannot run (not Python, or ``off``)
 
 import atexit
 import io
+import json
 import os
 import subprocess
 import tempfile
@@ -48,13 +49,29 @@ LIBRARIES = (
 )
 
 
+_SHARED = "HETFLOW_TESTS_PRELOADED"  # sockets by purpose, as JSON
+
+
+def share() -> None:
+    """Let all pytest processes that this one starts fork from preloaded processes of its own.
+
+    Each is started when it is first asked for.
+    """
+    purposes = ("",), ("software device",), LIBRARIES
+    sockets = {purpose: preloaded(purpose, *modules) for purpose, *modules in purposes}
+    os.environ[_SHARED] = json.dumps(sockets)
+
+
 @cache
 def preloaded(purpose: str = "", *modules: str) -> str:
-    """The socket of this process's preloaded process, for ``HETFLOW_PRELOAD``.
+    """The socket of a preloaded process, for ``HETFLOW_PRELOAD``: all pytest processes', or an own.
 
     One serves few environments, so programs for another ``purpose`` have one of their own, which
     may import other ``modules`` too.
     """
+    shared: dict[str, str] = json.loads(os.environ.get(_SHARED, "{}"))
+    if purpose in shared:
+        return shared[purpose]
     # pyarrow, which transformers' Trainer imports, would start a thread, and then nothing can fork.
     os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     stack = ExitStack()
