@@ -959,7 +959,10 @@ class Training:
                 self.sharing.add_optimizer(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in self._trained:
+                gradient = None if id(parameter) in self._trained else parameter.grad
+                # Zeros alone make states, alike on all workers: torch's ``get_state_dict`` steps so
+                # before a script loads what it has saved.
+                if gradient is not None and gradient.any():
                     raise TargetError(
                         f"{type(optimizer).__name__} steps a parameter of no model that is "
                         "synchronised: each worker would train on its own share alone",
