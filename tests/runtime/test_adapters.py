@@ -297,7 +297,10 @@ def test_policies_of_fsdp_run_and_keep_weights_in_other_types(
 def test_wrapped_models_whose_states_are_shared_train_as_one_process(
     tmp_path: Path, plan_of: Plans
 ) -> None:
-    """By DDP and by FSDP2; the last step's state is saved whole, by one worker or by all."""
+    """By DDP and by FSDP2; the last step's state is saved whole, by one worker or by all.
+
+    FSDP2's script saves and loads by torch.distributed.checkpoint too.
+    """
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     alone(tmp_path, SCRIPTS / "wrapped.py", "one", "ddp", **variables)
     for kind, shard in (("ddp", "gradients"), ("fsdp", "all")):

@@ -12,8 +12,14 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
@@ -68,6 +74,7 @@ def strike(*_):
         raise ArithmeticError("no update")
 
 
+get_state_dict(bare, optimizer)  # it steps by zeros before the first pass, to have a state
 optimizer.register_step_pre_hook(strike)
 for epoch in range(3):
     sampler.set_epoch(epoch)
@@ -97,6 +104,8 @@ for epoch in range(3):
     if kind == "fsdp":
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(bare, options=options)
+        held = dict(zip(("model", "optim"), get_state_dict(bare, optimizer), strict=True))
+        dcp.save(held, checkpoint_id=f"{answer}.dcp")
     if rank == 0:
         weights = weights if kind == "fsdp" else bare.state_dict()
         torch.save({"model": weights, "optimizer": optimizer.state_dict()}, f"{answer}.pt")
@@ -111,8 +120,16 @@ for epoch in range(3):
         model.train()
         right.append(found.tolist())
         saved = torch.load(f"{answer}.pt")
-        bare.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        if kind == "fsdp":
+            held = dict(zip(("model", "optim"), get_state_dict(bare, optimizer), strict=True))
+            for value in held["model"].values():
+                value.zero_()
+            dcp.load(held, checkpoint_id=f"{answer}.dcp")
+            own, states = held["model"], held["optim"]
+            set_state_dict(bare, optimizer, model_state_dict=own, optim_state_dict=states)
+        else:
+            bare.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
 dist.barrier()
 if rank == 0:
     saved = torch.load(f"{answer}.pt")
