@@ -784,7 +784,7 @@ def _arrivals(parameters: Sequence[Any], buffers: Any, tally: Tally) -> Iterator
             found.append((buffers.buckets[len(found)].flat.nbytes, tally.calls.copy()))
 
     hooks = [
-        parameters[index].register_post_accumulate_grad_hook(lambda _, index=index: came(index))  # type: ignore[no-untyped-call, misc]
+        parameters[index].register_post_accumulate_grad_hook(lambda _, index=index: came(index))
         for index in buffers.views
     ]
     try:

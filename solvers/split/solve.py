@@ -295,15 +295,15 @@ def least_latest(
         if bound >= step:
             break
         left = limit_seconds * _ROUNDING - level.overhead_seconds
-        own = slowed.at(level.rests)
-        own.limits = np.minimum(unlimited, pool.at(level.rests).passes(max(left, 0.0)))
-        found = least_seconds(own, level, step - level.overhead_seconds)
+        narrowed = slowed.at(level.rests)
+        narrowed.limits = np.minimum(unlimited, pool.at(level.rests).passes(max(left, 0.0)))
+        found = least_seconds(narrowed, level, step - level.overhead_seconds)
         if found is None or found[0] + level.overhead_seconds >= step:
             continue
-        sums = feasible_sums(own, found[1], found[0])
+        sums = feasible_sums(narrowed, found[1], found[0])
         assert sums is not None
         step = found[0] + level.overhead_seconds
-        best = groups_of(own, choose(sums), found[0])
+        best = groups_of(narrowed, choose(sums), found[0])
     return best
 
 
