@@ -119,12 +119,15 @@ class SlicedParameter(nn.Parameter):
         """The gradient, which scripts ask for often: a property of Python's is the shortest way."""
         with plain():
             gradient = get_grad(self)
-            return self._origin.carried.get(self) if gradient is None else gradient
+            if gradient is None and self._origin.carried:
+                return self._origin.carried.get(self)
+            return gradient
 
     @grad.setter
     def grad(self, value: Any) -> None:
         with plain():
-            self._origin.carried.pop(self, None)
+            if self._origin.carried:
+                self._origin.carried.pop(self, None)
             _set(_SET_GRAD, self._origin.gradient, self, value)
 
     def _copy(self) -> nn.Parameter:
