@@ -35,6 +35,7 @@ def train(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[floa
     return losses[continued.HALF :]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_torch_goes_on_from_exported_checkpoints(
     hetflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

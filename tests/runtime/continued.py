@@ -5,6 +5,7 @@ writes the losses. No line of hetflow's runs here.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,9 @@ def main() -> None:
             losses[kind].append(loss.item())
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
-    dist.destroy_process_group()
+    dist.barrier()
 
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # gloo's threads may end Python's finalization by a fatal error
