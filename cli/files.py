@@ -116,6 +116,9 @@ def export(
         if json:
             emit_json({"format": chosen.name, "output": str(output), "contents": contents})
         return
+    if Path(file).is_dir():
+        targets = f"{option('target', 'dcp')} or {option('target', 'safetensors')}"
+        raise ProblemError(f"{file} is a folder", hint=f"if it holds checkpoints, give {targets}")
     if Deployment in chosen.takes:
         from ..api.formats import deployment_of
 
