@@ -213,9 +213,8 @@ class _Search:
         return None if found is None or found > limit else found
 
     def _rank(self, level: Level, seconds: float, *, counted: bool) -> Rank | None:
-        passes = (
-            self.pool.at(level.rests).passes(seconds).tobytes()
-        )  # the time matters only through the passes
+        # The time matters only through the passes.
+        passes = self.pool.at(level.rests).passes(seconds).tobytes()
         key = (level.counts, passes, level.num_devices if counted else 0)
         if key not in self.known:
             self.known[key] = self._table(level, seconds, counted=counted).rank
