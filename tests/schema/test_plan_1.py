@@ -29,17 +29,22 @@ def test_a_plan_of_the_older_form_is_read(name: str) -> None:
         assert found.proof.objective > question.plan.proof.objective
         priced = ("proof", "predicted", "alternatives")
         found = replace(found, **{field: getattr(question.plan, field) for field in priced})
+    if name in ("equal-virtual-nodes", "least-waste"):
+        # As slow by its passes as another type, whose longer update was stated; one device's now.
+        today = question.plan.predicted
+        assert found.predicted.step_seconds == pytest.approx(today.step_seconds, rel=1e-12)
+        found = replace(found, predicted=today)
     # Sums in another order since then: the last digit of seconds.
     assert found.proof.objective == pytest.approx(question.plan.proof.objective, rel=1e-12)
     sums = {
         field: getattr(found, field)
         for field in ("provenance", "proof", "predicted", "with_more_devices")
     }
-    today = replace(question.plan, **sums)
+    plan = replace(question.plan, **sums)
     if name == "interleaved":  # a stage states what all of its device take since
-        found = _with_memory(found, [stage.memory_bytes for stage in today.stages])
-    is_split = today.kind == "split"  # of that form they stated none
-    assert found == (_with_memory(today, [None] * len(today.stages)) if is_split else today)
+        found = _with_memory(found, [stage.memory_bytes for stage in plan.stages])
+    is_split = plan.kind == "split"  # of that form they stated none
+    assert found == (_with_memory(plan, [None] * len(plan.stages)) if is_split else plan)
     assert question.faults(found) == []
 
 
