@@ -322,7 +322,7 @@ def _leave_inherited_modules() -> None:
         return
     _leave_inherited_finalizers()
     kept = {name: m for name, m in sys.modules.items() if name not in ("sys", "builtins")}
-    atexit.register(_keep, kept)
+    atexit.register(_keep, kept, _num_loaded())
 
 
 def _leave_inherited_finalizers() -> None:
@@ -334,7 +334,34 @@ def _leave_inherited_finalizers() -> None:
         finalizer.atexit = False
 
 
-def _keep(inherited: dict[str, ModuleType]) -> None:
+class _Library(ctypes.Structure):
+    """What glibc's ``dl_iterate_phdr`` tells of a library; the last field is of all."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("headers", ctypes.c_void_p),
+        ("num_headers", ctypes.c_uint16),
+        ("num_loaded", ctypes.c_ulonglong),
+    )
+
+
+def _num_loaded() -> int:
+    """How many libraries this process has loaded so far, by imports or otherwise."""
+    found: list[int] = []
+
+    def look(library: Any, size: int, data: object) -> int:
+        found.append(library.contents.num_loaded)
+        return 1  # no further one
+
+    kind = ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.POINTER(_Library), ctypes.c_size_t, ctypes.c_void_p
+    )
+    ctypes.CDLL(None).dl_iterate_phdr(kind(look), None)
+    return found[0]
+
+
+def _keep(inherited: dict[str, ModuleType], num_loaded: int) -> None:
     """The last exit function. What is no module in ``sys.modules``, Python leaves alone."""
     # An inherited module may hold what holds an open file of the program's. A weak proxy, such as
     # inductor leaves, must not be asked for its class.
@@ -351,7 +378,8 @@ def _keep(inherited: dict[str, ModuleType]) -> None:
     for name, module in inherited.items():
         if modules.get(name) is module:
             modules[name] = _Kept(module)
-    if are_written and _exit_codes:
+    # A library that the program has loaded may expect at its end that there is no interpreter.
+    if are_written and _exit_codes and _num_loaded() == num_loaded:
         sys._last_of_fork = _Last(*_exit_codes)  # type: ignore[attr-defined]
 
 

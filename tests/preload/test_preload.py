@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from pydantic_core import _pydantic_core
 
 from hetflow.runtime import preload
 from hetflow.runtime.preload import process as preloaded
@@ -246,6 +248,17 @@ def test_what_a_forked_process_loads_itself_ends_in_full(here: Path) -> None:
     assert (here / "stream").read_text() == "buffered"
 
 
+@pytest.mark.parametrize(("own", "code"), [("", 0), ("own.so", -signal.SIGABRT)])
+def test_where_a_forked_process_loads_a_library_python_ends_before_it(
+    here: Path, own: str, code: int
+) -> None:
+    """A model that inductor had compiled died at its end, in what its library does then."""
+    shutil.copy(str(_pydantic_core.__file__), here / "own.so")  # the copy is another library
+    text = "import ctypes\nctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).abort)\n"
+    with forked(script(here, text + (f"ctypes.CDLL('./{own}')\n" if own else ""))) as process:
+        assert process.wait(30) == code
+
+
 def test_a_forked_programs_own_modules_are_taken_apart_and_its_files_are_written(
     here: Path,
 ) -> None:
@@ -277,7 +290,7 @@ def test_a_forked_programs_own_modules_are_taken_apart_and_its_files_are_written
 def test_what_outlives_the_interpreter_can_be_imported_to_the_end() -> None:
     inherited = {name: sys.modules[name] for name in ("json", "json.decoder")}
     with mock.patch.dict(sys.modules):
-        _keep(inherited)
+        _keep(inherited, 0)
         assert not any(isinstance(sys.modules[name], ModuleType) for name in inherited)
         import json.decoder
         from json.decoder import JSONDecoder
