@@ -583,7 +583,11 @@ def _workspaces(graph: LayerGraph) -> dict[str, int]:
     measured = {n.id: n.workspace_bytes for n in graph.nodes if n.workspace_bytes is not None}
     found = {name: bytes_ + beside[name] for name, bytes_ in measured.items()}
     for name in {*found} - {source for source, _ in graph.edges}:
-        # The output; and of 16 samples two copies, and the loss's own, when the loss is tested.
+        # When the loss is tested: two copies of the samples; the output, a copy, and twice as much
+        # of the loss's own; of more than 16 samples 16 again and again, and these by themselves.
         output, size = nodes[name].activation_bytes, graph.microbatch_size
-        found[name] = max(found[name], output + -(-3 * output * min(16, size) // size))
+        again = size + size + size if size < 17 else 48 * -(-size // 16) + 16
+        samples = graph.sample_bytes or 0
+        tested = samples + samples + output - (-output * again // size)
+        found[name] = max(found[name], tested)
     return found

@@ -131,8 +131,9 @@ def workspaces(graph: LayerGraph) -> dict[str, int]:
     the gradients of its weights, which autograd makes before it adds them to others; of a weight
     that later layers use, that of theirs and the sum of both.
 
-    When a loss is tested, there is the last layer's output, and of ``TESTED_SAMPLES`` the output
-    copied twice and what the loss makes of it, taken as large.
+    When a loss is tested, there are the last layer's output, two copies of samples, and of
+    ``TESTED_SAMPLES``, repeated to as many as a larger microbatch has, copies of the output and
+    what the loss makes of it, taken twice as large.
     """
     made = {node.id: node.activation_bytes for node in graph.nodes}
     beside, held = dict(made), dict.fromkeys(made, 0)
@@ -147,7 +148,14 @@ def workspaces(graph: LayerGraph) -> dict[str, int]:
         for holder in node.shared_with:
             held[holder] = max(held[holder], node.shared_weight_bytes or 0)
     inner, size = {source for source, _ in graph.edges}, graph.microbatch_size
-    tested = {name: ceil(made[name] * (1 + 3 * min(1, TESTED_SAMPLES / size))) for name in made}
+    # Of more samples those that are repeated stay beside all.
+    rows = (
+        3 * size
+        if size <= TESTED_SAMPLES
+        else (3 * ceil(size / TESTED_SAMPLES) + 1) * TESTED_SAMPLES
+    )
+    samples = 2 * (graph.sample_bytes or 0)
+    tested = {name: samples + made[name] + ceil(made[name] * rows / size) for name in made}
     return {
         node.id: max(
             node.workspace_bytes + beside[node.id] + held[node.id],

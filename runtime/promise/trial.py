@@ -379,7 +379,7 @@ class LossTrial:
         index = torch.tensor(rows)
         repeated = tree_map(lambda leaf: leaf[index] if isinstance(leaf, Tensor) else leaf, inputs)
         try:
-            found = self._call(rows, repeated, self._answers.giving(rows, asks=False))
+            found = self._call(rows, repeated, self._answers.giving(rows, asks=False), fresh=True)
         except Exception:  # nothing can be said: memory, or a function of few samples
             return
         verdict.check_repeated(found, times)
@@ -392,8 +392,9 @@ class LossTrial:
         *,
         keeps: bool = False,
         leaves: bool = False,
+        fresh: bool = False,
     ) -> CallAnswer:
-        inputs = copied(inputs)
+        inputs = inputs if fresh else copied(inputs)
         with (
             self._untouched.calling(training=self._training, leaves=leaves),
             self._draws.of(rows, keeps=keeps),
