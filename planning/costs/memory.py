@@ -131,9 +131,9 @@ def workspaces(graph: LayerGraph) -> dict[str, int]:
     the gradients of its weights, which autograd makes before it adds them to others; of a weight
     that later layers use, that of theirs and the sum of both.
 
-    When a loss is tested, there are the last layer's output, two copies of samples, and of
-    ``TESTED_SAMPLES``, repeated to as many as a larger microbatch has, copies of the output and
-    what the loss makes of it, taken twice as large.
+    When a loss is tested, there are the last layer's output and two copies of the samples. Of
+    ``TESTED_SAMPLES`` there are the output and what the loss makes of it, taken twice as large.
+    They are repeated to as many as a larger microbatch has.
     """
     made = {node.id: node.activation_bytes for node in graph.nodes}
     beside, held = dict(made), dict.fromkeys(made, 0)

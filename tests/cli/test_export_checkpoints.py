@@ -104,7 +104,7 @@ def made(folder: Path, **header: Any) -> None:
         ({"unsaved": {}}, ("-o", "out"), "header.unsaved must be a list"),
         ({"first": "optimizer.param_groups[0][0]"}, ("-o", "out"), "that are not the model's"),
         ({}, (), "dcp is no text that can be printed"),
-        ({}, ("--to", "slurm"), "ckpt is a folder\nhint: if it holds checkpoints, give --to dcp or"),
+        ({}, ("--to", "slurm"), "folder\nhint: if it holds checkpoints, give --to dcp or"),
         ({}, ("-o", "out", "--", "a.py"), "dcp starts no script, got 'a.py'"),
         ({}, ("-o", "no/out"), "no: no such folder"),
         ({}, ("-o", "ckpt", "--force"), "ckpt: cannot be written"),
