@@ -148,12 +148,9 @@ def workspaces(graph: LayerGraph) -> dict[str, int]:
         for holder in node.shared_with:
             held[holder] = max(held[holder], node.shared_weight_bytes or 0)
     inner, size = {source for source, _ in graph.edges}, graph.microbatch_size
-    # Of more samples those that are repeated stay beside all.
-    rows = (
-        3 * size
-        if size <= TESTED_SAMPLES
-        else (3 * ceil(size / TESTED_SAMPLES) + 1) * TESTED_SAMPLES
-    )
+    rows = 3 * size
+    if size > TESTED_SAMPLES:  # those that are repeated stay beside all
+        rows = (3 * ceil(size / TESTED_SAMPLES) + 1) * TESTED_SAMPLES
     samples = 2 * (graph.sample_bytes or 0)
     tested = {name: samples + made[name] + ceil(made[name] * rows / size) for name in made}
     return {

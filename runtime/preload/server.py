@@ -122,14 +122,14 @@ def main(arguments: Sequence[str]) -> list[str] | None:
 
 
 def _preloaded(channel: socket.socket, modules: Sequence[str], *, is_host: bool) -> list[str]:
+    from ...schema.records import adapter_of  # not in the listener
+
     trouble = None
     try:
         for name in (*_MODULES, *modules):
             module, _, built = name.partition(":")
             found = importlib.import_module(module)
             if built:
-                from ...schema.records import adapter_of  # not in the listener
-
                 adapter_of(getattr(found, built)).rebuild()
         # Only the forking thread lives on in a child. A lock that another thread held at that
         # moment stays shut for ever, and a CUDA context does not work behind a fork.

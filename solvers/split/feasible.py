@@ -65,7 +65,7 @@ class SplitPool:
             for point in points
         ]
         self.hides = any(wire for _, _, wire in self._flat)
-        self._known: dict[tuple[Wire | None, int], Floats] = {}
+        self._known: dict[tuple[Wire | None, bytes], Floats] = {}
         self.rests: Floats = self.rests_with(None, np.array([2], dtype=np.int64))[:, 0]
         # B - 1: another device does a sample at least.
         self.limits = (self.batch - 1) // np.maximum(self.sizes, 1)
@@ -78,7 +78,7 @@ class SplitPool:
 
         Without one each type has its own: no plan has less.
         """
-        key = (wire, len(numbers))
+        key = wire, numbers.tobytes()
         if key not in self._known:
             found = np.zeros((len(self._flat), len(numbers)))
             for row, (option, point, own) in zip(found, self._flat, strict=True):
@@ -91,9 +91,7 @@ class SplitPool:
         return self._known[key]
 
     def at(self, rests: Floats) -> "SplitPool":
-        """The pool of a level, with its own rests."""
-        if rests is self.rests:
-            return self
+        """The pool with other rests."""
         found = copy(self)
         found.rests = rests
         return found

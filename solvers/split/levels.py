@@ -31,13 +31,13 @@ from .feasible import Floats, SplitPool, counts_within
 class Level:
     """At most ``num_devices`` of ``counts``; the overhead is their step beside a device's own.
 
-    ``rests`` are those of its pool (``SplitPool.at``).
+    ``pool`` has what devices take once there.
     """
 
     counts: tuple[int, ...]
     num_devices: int
     overhead_seconds: float
-    rests: Floats
+    pool: SplitPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _in_order(
                 counts,
                 int(own[column]),
                 float(overheads[column]),
-                rests[:, column] if pool.hides else pool.rests,
+                pool.at(rests[:, column]) if pool.hides else pool,
             ),
         )
 

@@ -197,14 +197,13 @@ class _Stage:
 class _Search:
     """The tables of one problem; counts the entries that were computed."""
 
-    pool: SplitPool
     work_left: float
     known: dict[tuple[tuple[int, ...], bytes, int], Rank | None] = field(default_factory=dict)
 
     def rank(self, level: Level, seconds: float, limit: Rank) -> Rank | None:
         """The fewest passes, then devices, of a level within ``seconds`` each."""
         # None where there are none, or none that come up to ``limit``.
-        if not holds(self.pool.at(level.rests), level, seconds):
+        if not holds(level.pool, level, seconds):
             return None
         # A table that does not count devices is cheaper, and most often enough.
         found = self._rank(level, seconds, counted=False)
@@ -214,7 +213,7 @@ class _Search:
 
     def _rank(self, level: Level, seconds: float, *, counted: bool) -> Rank | None:
         # The time matters only through the passes.
-        passes = self.pool.at(level.rests).passes(seconds).tobytes()
+        passes = level.pool.passes(seconds).tobytes()
         key = (level.counts, passes, level.num_devices if counted else 0)
         if key not in self.known:
             self.known[key] = self._table(level, seconds, counted=counted).rank
@@ -240,7 +239,7 @@ class _Search:
         alike: bool = False,
         keeps: bool = False,
     ) -> "_Table":
-        pool = self.pool.at(level.rests)
+        pool = level.pool
         passes = pool.passes(seconds)
         tops = pool.tops(passes)
         stride = gcd(pool.batch, *(int(size) for size in pool.sizes))
@@ -379,7 +378,7 @@ def simplest(
     nodes = sum(group.num_devices * group.virtual_nodes for group in fastest)
     alone = (o for o in single_devices(problem) if o.step_seconds <= limit_seconds * _ROUNDING)
     single = min(alone, key=lambda one: one.group.virtual_nodes, default=None)
-    search = _Search(pool, work_limit)
+    search = _Search(work_limit)
     within = _levels_within(problem, pool, limit_seconds)
     best: Rank = (nodes, number)
     if single is not None:
@@ -396,7 +395,7 @@ def simplest(
     if best[1] == 1 and single is not None:
         return (single.group,)
     level, seconds = _fastest_of_rank(search, within, limit_seconds, best)
-    return groups_of(pool.at(level.rests), search.work(level, seconds, best), seconds)
+    return groups_of(level.pool, search.work(level, seconds, best), seconds)
 
 
 def _levels_within(problem: SplitProblem, pool: SplitPool, limit_seconds: float) -> list[Level]:
@@ -425,7 +424,7 @@ def _fastest_of_rank(
         # Only times that improve the step found so far.
         if search.rank(level, bound, rank) != rank:
             continue
-        own = search.pool.at(level.rests)
+        own = level.pool
         times = candidates(own, first_bound(own, level), bound)
 
         def has_rank(seconds: float, at: Level = level) -> bool:

@@ -113,7 +113,7 @@ def _search_levels(problem: SplitProblem, pool: SplitPool, first: _Best | None) 
     best = first
     if sum(pool.counts) == 1:
         return best
-    everything = Level(pool.counts, sum(pool.counts), 0.0, pool.rests)
+    everything = Level(pool.counts, sum(pool.counts), 0.0, pool)
     floor = least_seconds(pool, everything, np.inf)
     if floor is None:
         return best
@@ -121,7 +121,7 @@ def _search_levels(problem: SplitProblem, pool: SplitPool, first: _Best | None) 
         if best and bound * _ABOVE_ROUNDING >= best.step_seconds:
             break  # levels come in order of their bounds
         cutoff = best.step_seconds - level.overhead_seconds if best else np.inf
-        own, same = pool.at(level.rests), (everything.counts, everything.num_devices)
+        own, same = level.pool, (everything.counts, everything.num_devices)
         if own is pool and (level.counts, level.num_devices) == same:
             found: tuple[float, tuple[int, ...]] | None = floor
         else:
@@ -295,8 +295,8 @@ def least_latest(
         if bound >= step:
             break
         left = limit_seconds * _ROUNDING - level.overhead_seconds
-        narrowed = slowed.at(level.rests)
-        narrowed.limits = np.minimum(unlimited, pool.at(level.rests).passes(max(left, 0.0)))
+        narrowed = level.pool
+        narrowed.limits = np.minimum(unlimited, pool.at(narrowed.rests).passes(max(left, 0.0)))
         found = least_seconds(narrowed, level, step - level.overhead_seconds)
         if found is None or found[0] + level.overhead_seconds >= step:
             continue
