@@ -12,10 +12,12 @@ Nothing is imported before a name is requested, and then only what that name nee
 plug-in affects only those who use it.
 """
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+import os
+import sys
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from traceback import walk_tb
 from typing import Any, Generic, TypeVar
 
@@ -186,8 +188,21 @@ class Registry(Generic[T]):
                 import_module(module)
             self._has_own = True
 
-    def _points(self) -> Iterator[EntryPoint]:
-        yield from entry_points(group=self.group)
+    def _points(self) -> EntryPoints:
+        return _entry_points(tuple(map(_state, sys.path))).select(group=self.group)
+
+
+def _state(folder: str) -> tuple[str, int]:
+    try:
+        return folder, os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return folder, 0
+
+
+@lru_cache(maxsize=1)  # reading the files of all distributions takes 5 ms, each time
+def _entry_points(folders: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Read the entry points of all distributions in ``sys.path``, again once a folder changes."""
+    return entry_points()
 
 
 def _distribution(point: EntryPoint) -> str:

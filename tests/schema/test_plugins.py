@@ -54,6 +54,7 @@ def registers(site: Path, module: str, name: str, more: str = "") -> None:
 def test_a_plug_in_is_loaded_when_somebody_asks_for_it(site, things) -> None:
     registers(site, "first_plugin", "one")
     registers(site, "second_plugin", "two")
+    assert things.names() == ()
     declared(site, "both", {"one": "first_plugin", "two": "second_plugin"})
     assert things.names() == ("one", "two")
     assert "first_plugin" not in sys.modules
