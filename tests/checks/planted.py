@@ -9,6 +9,7 @@ the question runs.
 import argparse
 import ast
 import contextlib
+import copy
 import functools
 import importlib
 import random
@@ -88,10 +89,15 @@ def _scaled(node: ast.Return) -> None:
 
 
 @cache
+def _parsed(path: Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text()).body
+
+
+@cache
 def _functions(path: Path) -> dict[str, ast.FunctionDef]:
     """Qualified name -> definition of every function and method at the top of a module."""
     found = {}
-    for node in ast.parse(path.read_text()).body:
+    for node in _parsed(path):
         if isinstance(node, ast.FunctionDef):
             found[node.name] = node
         if isinstance(node, ast.ClassDef):
@@ -152,15 +158,16 @@ def _live(site: Site) -> FunctionType | None:
 
 
 def _changed(site: Site, live: FunctionType) -> CodeType | None:
-    """Compile the function with the fault in it."""
-    tree = ast.parse(site.path.read_text())
-    for node in ast.walk(tree):
+    """Compile the function with the fault in it, or the class around it: no more of the module."""
+    whole = next(part for part in _parsed(site.path) if site.line <= (part.end_lineno or 0))
+    part = copy.deepcopy(whole)
+    for node in ast.walk(part):
         here = (getattr(node, "lineno", None), getattr(node, "col_offset", None))
         if here == (site.line, site.column):
             for kind, change in _variants(node):
                 if kind == site.kind:
                     change(node)
-                    ast.fix_missing_locations(tree)
+                    tree = ast.fix_missing_locations(ast.Module([part], []))
                     return _code_of(compile(tree, str(site.path), "exec"), live.__code__)
     return None
 
