@@ -9,8 +9,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-# Compiling takes 20 CPU s once an installation, a call without it a few milliseconds.
-_OFTEN = 500
+OFTEN = 500
+"""Calls without compiling, which takes 20 CPU s once an installation; a call takes milliseconds."""
 
 
 @cache
@@ -48,7 +48,7 @@ def compiled_if_often(
         nonlocal calls, twin
         if twin is None and can_compile():
             calls += 1
-            if calls > _OFTEN:
+            if calls > OFTEN:
                 twin = load()
         return (twin or plain)(*args)
 

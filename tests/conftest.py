@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from hetflow.runtime.protocol.environment import pins
+from hetflow.solvers import compiling
 from hetflow.tests import profiles, programs
 
 HERE = Path(__file__).parent
@@ -70,7 +72,12 @@ _heed_signals()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the processes of ``-n 3`` fork programs from one preloaded process."""
+    """Let the processes of ``-n 3`` fork programs from one preloaded process.
+
+    The fast tests compile no solver: of a fresh checkout each process would do it, for 26 CPU s.
+    """
+    if config.getoption("markexpr") == "not slow":
+        compiling.OFTEN = sys.maxsize
     if config.getoption("numprocesses", default=None) and not hasattr(config, "workerinput"):
         programs.share()
 

@@ -10,7 +10,7 @@ def test_the_twin_is_loaded_where_calls_are_many(
     has_numba: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "can_compile", lambda: has_numba)
-    monkeypatch.setattr(compiling, "_OFTEN", 3)
+    monkeypatch.setattr(compiling, "OFTEN", 3)
     loaded = []
 
     def load() -> object:
