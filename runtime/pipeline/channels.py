@@ -33,8 +33,7 @@ from torch import Tensor
 from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 from .. import peers
-from ..tensor.operators import TensorGroup
-from ..tensor.regions import check_length
+from ..tensor.operators import TensorGroup, check_length
 from .transport import ChannelLines, Transfer, overlap, part
 
 Value = Tensor | int | float | bool | None | tuple[Any, ...]
@@ -374,7 +373,6 @@ class Sender:
 
     Args:
         outboxes: (the receiver's position in its group, the channel) for each worker sent to.
-        group: This worker's group.
         degree: Number of workers in the other group.
     """
 
@@ -423,7 +421,6 @@ class Receiver:
 
     Args:
         inboxes: (the sender's position in its group, the channel) for each worker heard from.
-        group: This worker's group, which joins the parts.
         degree: Number of workers in the other group.
         device: Where parts are joined.
     """

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from .. import peers
 from ..checkpoints.checkpoint import DTYPES
 from ..group import Place
 from ..tensor.operators import TensorGroup, gather_tokens_from, scatter_tokens_to
-from ..tensor.regions import check_length
 from ..wire import Message, carried
 from .channels import Holding, Holdings
 from .cut import CALL, StageModule, by_placeholder
@@ -57,14 +55,9 @@ class StageEvaluation:
     """The calls of a model in evaluation mode, as one worker of a pipeline takes part in them.
 
     Args:
-        model: The script's model.
         parts: [stages] the stages, cut in evaluation mode.
         replicas: [stages] the tensor-parallel groups that hold each stage, as ranks.
-        place: This worker among the others.
-        transport: The groups for messages; None for a single worker.
-        signature: The parameters of a call of the model.
         check_call: Refuses arguments for which the stages are not valid.
-        group: This worker's tensor-parallel group.
         holdings: [stages] what each worker of a group holds of a stage's outputs; by default all.
         passing: Makes a context for every pass.
 
@@ -106,19 +99,15 @@ class StageEvaluation:
             )
         self._check_call(by_placeholder(self._signature, arguments, named))
         kind = self._place.device.type
-        autocast = (torch.is_autocast_enabled(kind), _name_of(torch.get_autocast_dtype(kind)))
-        own = message_of([list(arguments), named, list(autocast)], "the call")
+        dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        autocast = [torch.is_autocast_enabled(kind), dtype]
+        own = message_of([list(arguments), named, autocast], "the call")
         return self._round(own)[1]
 
     def serve(self) -> None:
         """Run this worker's stages for the other workers' calls, until all have left."""
         while self._round(None)[0]:
             pass
-
-    def _given(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """A call's arguments by the names of the traced graph, and the whole call."""
-        found = by_placeholder(self._signature, tuple(arguments), dict(named))
-        return {**found, CALL: (tuple(arguments), dict(named))}
 
     def _round(self, own: Message | None) -> tuple[bool, Any]:
         """Make one round of calls: whether any worker made one, and the answer to the own one."""
@@ -164,7 +153,8 @@ class StageEvaluation:
             return None
         assert own is not None
         arguments, named, autocast = own.value(self._place.device)
-        given = self._given(arguments, named)
+        call = tuple(arguments), named
+        given = {**by_placeholder(self._signature, *call), CALL: call}
         values: Any = ()
         for stage, (part, group) in enumerate(zip(self._parts, groups, strict=True)):
             if stage:
@@ -203,12 +193,8 @@ class StageEvaluation:
                 if rank == receiver and passed is not None:
                     found = passed.value(self._place.device)
         if is_unlike and rank in receivers:
-            found = self._of_tokens(self._own_tokens, found, holdings)
+            found = self._of_tokens(scatter_tokens_to, found, holdings)
         return found
-
-    def _own_tokens(self, value: Tensor, group: TensorGroup) -> Tensor:
-        check_length(value.shape[-2], group.degree)
-        return scatter_tokens_to(value, group)
 
     def _of_tokens(
         self,
@@ -236,10 +222,6 @@ class StageEvaluation:
             return tensor
 
         return carried(message if rank == source else None, carry)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
@@ -279,11 +261,7 @@ class LeftOut:
         self._kind = kind
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse any use of the object.
-
-        Raises:
-            TargetError: Always.
-        """
+        """Refuse any use of the object."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise TargetError(
@@ -376,7 +354,7 @@ def made_again(form: Any) -> Any:
     if kind == "left out":
         return LeftOut(rest[0])
     module, name = rest[0]  # of a class that this process has loaded too: it runs the same script
-    made_by: Any = reduce(getattr, name.split("."), sys.modules[module])
+    made_by: Any = operator.attrgetter(name)(sys.modules[module])
     if kind == "named":
         return made_by(*(made_again(entry) for entry in rest[1]))
     made = made_by.__new__(made_by)

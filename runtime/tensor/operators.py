@@ -6,7 +6,7 @@ group must run the same passes in the same order.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.nn import functional
 
 from ...devices.collectives import is_on_devices
 from ...devices.host import TORCH_DEVICE as HOST
+from ...schema.errors import TargetError
+from ...schema.options import option
 from .. import peers
 
 
@@ -40,6 +42,9 @@ class TensorGroup:
     keeps_order: bool = True
 
 
+_OverGroup = Callable[[Tensor, TensorGroup], Tensor]
+
+
 def sum_over(value: Tensor, group: TensorGroup) -> Tensor:
     """The sum over the group, in a new tensor; no gradient flows through it."""
     # A copy: a backward function must not write into the gradient that it is given.
@@ -58,15 +63,9 @@ def largest_over(value: Tensor, group: TensorGroup) -> Tensor:
 
 
 def joined_over(value: Tensor, group: TensorGroup, size: int) -> Tensor:
-    """Join the parts of all workers along the last dimension; no gradient flows through it.
+    """Join the parts of all workers along the last dimension, to [..., size]; no gradient flows.
 
-    Args:
-        value: [..., own part]; parts have the sizes that ``torch.tensor_split`` gives.
-        group: The tensor-parallel group.
-        size: Size of the last dimension in the whole tensor.
-
-    Returns:
-        [..., size] the whole tensor.
+    ``value`` is [..., own part]; parts have the sizes that ``torch.tensor_split`` gives.
     """
     if group.group is None:
         return value.detach().clone()
@@ -85,10 +84,7 @@ def joined_over(value: Tensor, group: TensorGroup, size: int) -> Tensor:
 def parts_of_all(own: Tensor, group: TensorGroup, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Every worker's part of a tensor, in order of lanes, on the host; no gradient.
 
-    Args:
-        own: This worker's part.
-        group: The tensor-parallel group.
-        shapes: [degree] the shape of each worker's part.
+    ``shapes`` are [degree] those of their parts.
     """
     found = []
     # One part at a time, so that a device never holds more than its own part and another.
@@ -136,9 +132,20 @@ def bounds(size: int, lane: int, degree: int) -> tuple[int, int]:
     return first, first + part + (lane < more)
 
 
+def check_length(size: int, degree: int) -> None:
+    """Refuse a sequence that does not divide among the workers of a group."""
+    if size % degree:
+        raise TargetError(
+            f"a sequence of {size} tokens does not divide among the {degree} workers of a "
+            "tensor-parallel group, as sequence parallelism needs",
+            hint=f"give sequences whose length is a multiple of {degree}, or plan without "
+            f"{option('sequence_parallel')}",
+        )
+
+
 def copy_to(value: Tensor, group: TensorGroup) -> Tensor:
     """f: the identity in forward; in backward, the gradients are summed over the group."""
-    return value if group.degree == 1 else _apply(_Copy, value, group)
+    return _exchanged(value, group, lambda given, _: given.view_as(given), sum_over)
 
 
 def sum_from(value: Tensor, group: TensorGroup) -> Tensor:
@@ -151,17 +158,33 @@ def sum_from(value: Tensor, group: TensorGroup) -> Tensor:
 
 def join_from(value: Tensor, group: TensorGroup, size: int) -> Tensor:
     """Join the last dimension, to [..., size]; in backward, each worker gets its part."""
-    return value if group.degree == 1 else _apply(_Join, value, group, size)
+    first, last = bounds(size, group.lane, group.degree)
+    # No collective: every worker computes on from the whole value, so has its whole gradient.
+    return _exchanged(
+        value,
+        group,
+        lambda part, _: joined_over(part, group, size),
+        lambda gradient, _: gradient[..., first:last].contiguous(),
+    )
 
 
 def scatter_tokens_to(value: Tensor, group: TensorGroup) -> Tensor:
     """Each worker's tokens of an equal value; in backward, all workers get all tokens' gradient."""
-    return value if group.degree == 1 else _apply(_ScatterTokens, value, group)
+    check_length(value.shape[-2], group.degree)
+    return _exchanged(
+        value,
+        group,
+        # A copy: a view would keep all tokens.
+        lambda whole, _: own_tokens(whole, group).clone(memory_format=torch.contiguous_format),
+        gathered_tokens,
+    )
 
 
 def gather_tokens_from(value: Tensor, group: TensorGroup) -> Tensor:
     """All workers' tokens; in backward, each worker takes its own of an equal gradient."""
-    return value if group.degree == 1 else _apply(_GatherTokens, value, group)
+    return _exchanged(
+        value, group, gathered_tokens, lambda whole, _: own_tokens(whole, group).contiguous()
+    )
 
 
 class SpreadInput:
@@ -170,9 +193,7 @@ class SpreadInput:
     Only the tokens are kept between the passes. In backward they are gathered again, once for all
     layers that read the value. Their gradients of it are added before one reduce-scatter.
 
-    Args:
-        tokens: [..., T/t, I] this worker's part of the value.
-        group: The tensor-parallel group.
+    ``tokens`` are [..., T/t, I], this worker's part of the value.
     """
 
     def __init__(self, tokens: Tensor, group: TensorGroup) -> None:
@@ -180,13 +201,7 @@ class SpreadInput:
         self._input: tuple[Any, Tensor] | None = None
 
     def linear(self, whole: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """F with sequence parallelism, and the linear layer behind it.
-
-        Args:
-            whole: [..., T, I] the gathered value.
-            weight: [o, I].
-            bias: [o].
-        """
+        """F with sequence parallelism, and the linear layer behind it, of ``whole`` [..., T, I]."""
         now, readers = recording(), self._readers
         # One node for all layers: autograd adds their gradients before it calls the node. A
         # checkpoint's recomputation makes a node of its own.
@@ -261,15 +276,22 @@ class SharedInput:
         self._last = None
 
 
-class _Copy(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
+    def forward(
+        ctx: Any, value: Tensor, group: TensorGroup, exchange: _OverGroup, back: _OverGroup
+    ) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return exchange(value, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return sum_over(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradient, ctx.group), None, None, None
+
+
+def _exchanged(value: Tensor, group: TensorGroup, exchange: _OverGroup, back: _OverGroup) -> Tensor:
+    """Exchange a value over a group, and its gradient by another exchange; each a new tensor."""
+    return value if group.degree == 1 else _apply(_Exchange, value, group, exchange, back)
 
 
 class _Sum(torch.autograd.Function):
@@ -285,52 +307,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: TensorGroup, size: int) -> Tensor:
-        ctx.group, ctx.size = group, size
-        return joined_over(value, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # No collective: every worker computes on from the whole value, so has its whole gradient.
-        first, last = bounds(ctx.size, ctx.group.lane, ctx.group.degree)
-        return gradient[..., first:last].contiguous(), None, None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return own_tokens(value, group).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered_tokens(gradient, ctx.group), None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return gathered_tokens(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return own_tokens(gradient, ctx.group).contiguous(), None
-
-
-class _SumTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return summed_tokens(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered_tokens(gradient, ctx.group), None
 
 
 class _ReadTokens(torch.autograd.Function):
@@ -447,9 +423,8 @@ def row_linear_to_tokens(
     x_Bi: Tensor, weight_Oi: Tensor, bias_O: Tensor | None, group: TensorGroup
 ) -> Tensor:
     """Apply ``row_linear`` with sequence parallelism: this worker's tokens, [..., T/t, O]."""
-    total = functional.linear(x_Bi, weight_Oi)
-    if group.degree > 1:  # g: a reduce-scatter in forward, an all-gather in backward
-        total = _apply(_SumTokens, total, group)
+    # g: a reduce-scatter in forward, an all-gather in backward.
+    total = _exchanged(functional.linear(x_Bi, weight_Oi), group, summed_tokens, gathered_tokens)
     # Each worker adds it to its own tokens, so its gradient comes in shares (roles.py).
     return total if bias_O is None else total + bias_O
 
@@ -523,14 +498,8 @@ def vocabulary_cross_entropy(
 def sharded_dropout(x: Tensor, probability: float, group: TensorGroup, *, dim: int) -> Tensor:
     """Dropout of a tensor that is cut in one dimension, with the mask of the whole tensor.
 
-    Args:
-        x: This worker's part; all parts are equally large.
-        probability: The probability that an element is dropped.
-        group: The tensor-parallel group; its workers must have equal random streams.
-        dim: The dimension that is cut.
-
-    Returns:
-        The part after dropout, of the same shape.
+    ``x`` is this worker's part; all parts are equally large, and cut in ``dim``. The workers of the
+    group must have equal random streams.
     """
     shape = list(x.shape)
     shape[dim] *= group.degree

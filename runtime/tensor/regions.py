@@ -12,7 +12,7 @@ Other random functions between the two layers are refused, as are kernels that d
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,7 @@ _DRAWS = {
     functional.gumbel_softmax,
 }
 _DROPOUTS = {functional.dropout, torch.dropout, functional.scaled_dot_product_attention}
+_DROPOUT_NAMES = {"train": "training"}  # of torch.dropout -> of functional.dropout
 _RANDOM = _DROPOUTS | _OTHER_DROPOUTS | _DRAWS
 # The same in graphs of torch.export, which call operators.
 _OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -131,7 +132,7 @@ class ParallelRegion(TorchFunctionMode):
         if func is functional.dropout:
             return self._dropout(*args, **own)
         if func is torch.dropout:
-            return self._dropout(args[0], *args[1:], **_named(own, train="training"))
+            return self._dropout(*args, **{_DROPOUT_NAMES.get(n, n): v for n, v in own.items()})
         if func is functional.scaled_dot_product_attention:
             return self._attention(*args, **own)
         if func in _OTHER_DROPOUTS and not _is_on(*args, **own):
@@ -229,11 +230,7 @@ def _is_random(func: Callable[..., Any]) -> bool:
 
 
 def check_attention(model: nn.Module, device: torch.device) -> None:
-    """Refuse attention of transformers that drops weights inside a kernel, before training.
-
-    Raises:
-        TargetError: Names the kind of attention and the setting.
-    """
+    """Refuse attention of transformers that drops weights inside a kernel, before training."""
     config = getattr(model, "config", None)
     kind = getattr(config, "_attn_implementation", None)
     if kind in (None, "eager") or (kind == "sdpa" and device.type == HOST):
@@ -247,13 +244,12 @@ def check_attention(model: nn.Module, device: torch.device) -> None:
             )
 
 
-class _Column:
+class _Column(NamedTuple):
     """A column-parallel layer that has run: its name, its output's shape, its fused parts."""
 
-    __slots__ = ("name", "parts", "shape")
-
-    def __init__(self, name: str, shape: torch.Size, parts: int) -> None:
-        self.name, self.shape, self.parts = name, shape, parts
+    name: str
+    shape: torch.Size
+    parts: int
 
 
 def _modes() -> list[Any]:
@@ -262,10 +258,6 @@ def _modes() -> list[Any]:
 
 def _is_on(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
     return training and p > 0
-
-
-def _named(given: dict[str, Any], **names: str) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in given.items()}
 
 
 # Sequence parallelism: between tensor-parallel regions each worker has a part of the tokens.
@@ -294,7 +286,6 @@ def scattering(group: TensorGroup) -> Callable[[Tensor], Tensor]:
         if has_torch_function_unary(value) and not isinstance(value, Tensor):
             made: Tensor = handle_torch_function(spread_tokens, (value,), value)
             return made
-        check_length(value.shape[-2], group.degree)
         return scatter_tokens_to(value, group)
 
     setattr(spread_tokens, _TOKENS, True)
@@ -304,21 +295,6 @@ def scattering(group: TensorGroup) -> Callable[[Tensor], Tensor]:
 def spreads_tokens(target: object) -> bool:
     """Whether a function of a graph was made by ``scattering``."""
     return bool(getattr(target, _TOKENS, False))
-
-
-def check_length(size: int, degree: int) -> None:
-    """Refuse a sequence that does not divide among the workers of a group.
-
-    Raises:
-        TargetError: States the length.
-    """
-    if size % degree:
-        raise TargetError(
-            f"a sequence of {size} tokens does not divide among the {degree} workers of a "
-            "tensor-parallel group, as sequence parallelism needs",
-            hint=f"give sequences whose length is a multiple of {degree}, or plan without "
-            f"{option('sequence_parallel')}",
-        )
 
 
 def gathered(tokens: Tensor, group: TensorGroup) -> Tensor:
@@ -357,11 +333,7 @@ def spread_first(
 
 
 def check_sequence(model: nn.Module, roles: Mapping[str, SequenceRole]) -> None:
-    """Refuse a model whose tokens cannot be spread between its tensor-parallel layers.
-
-    Raises:
-        TargetError: Says what is not known.
-    """
+    """Refuse a model whose tokens cannot be spread between its tensor-parallel layers."""
     begins = [name for name, role in roles.items() if role == "begin"]
     norms = [name for name, role in roles.items() if role == "norm"]
     if len(begins) != 1 or not norms:

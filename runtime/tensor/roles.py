@@ -71,10 +71,7 @@ class Lanes:
     """
 
     def __init__(
-        self,
-        groups: Sequence[Ranks],
-        cuts: Mapping[str, ParameterCut],
-        inner: Collection[str] = (),
+        self, groups: Sequence[Ranks], cuts: Mapping[str, ParameterCut], inner: Collection[str] = ()
     ) -> None:
         self._cuts, self._inner = cuts, inner
         self._groups = {rank: group for group in groups for rank in group}
@@ -483,12 +480,7 @@ def check_pairs(stages: Sequence[tuple[Sequence[str], set[int]]], sharing: Share
 
     The activations there are one worker's share, which has no meaning at another degree.
 
-    Args:
-        stages: [stages] the names of its layers, and the degrees of its replicas.
-        sharing: The shared modules and parameters.
-
-    Raises:
-        TargetError: Names both layers.
+    ``stages`` are [stages] the names of its layers, and the degrees of its replicas.
     """
     layers = [
         (name.partition("#")[0], stage, degrees)
@@ -511,11 +503,7 @@ def check_pairs(stages: Sequence[tuple[Sequence[str], set[int]]], sharing: Share
 
 
 def check_shared(stages: Sequence[Any], sharing: SharedParts, model: nn.Module) -> None:
-    """Refuse stages whose graph reads a cut parameter outside the module that shares it.
-
-    Raises:
-        TargetError: Names the parameter; torch.export splits modules into operators.
-    """
+    """Refuse stages whose graph reads a cut parameter outside the module that shares it."""
     if not sharing.cuts:
         return
     parameters = dict(model.named_parameters())

@@ -117,14 +117,7 @@ class CutLogits(Tensor):
 
     @staticmethod
     def of(part: Tensor, group: TensorGroup, vocabulary: int, layer: str) -> "CutLogits":
-        """Wrap a part, in its own memory.
-
-        Args:
-            part: [..., own part of the vocabulary].
-            group: The tensor-parallel group.
-            vocabulary: Size of the whole vocabulary.
-            layer: Name of the layer, for error messages.
-        """
+        """Wrap a part, in its own memory."""
         made: CutLogits = part.as_subclass(CutLogits)
         made._group, made._vocabulary, made._layer = group, vocabulary, layer
         return made
@@ -161,7 +154,10 @@ class CutLogits(Tensor):
             if func in _RESHAPES:
                 made = func(whole, *args[1:], **named)
                 if own._keeps_last(func, made, args):
-                    return own._like(own._reshaped(func, made.shape, args))
+                    part = own.as_subclass(Tensor)
+                    if func is Tensor.__getitem__:
+                        return own._like(part[args[1]])
+                    return own._like(part.reshape(*made.shape[:-1], part.shape[-1]))
         _refuse(own, func)
 
     def _like(self, part: Tensor) -> "CutLogits":
@@ -179,14 +175,6 @@ class CutLogits(Tensor):
         if Ellipsis in [entry for entry in index if not isinstance(entry, Tensor)]:
             return index[-1] is Ellipsis or index[-1] == slice(None)
         return used < self.dim() or index[-1] == slice(None)
-
-    def _reshaped(
-        self, func: Callable[..., Any], shape: torch.Size, args: tuple[Any, ...]
-    ) -> Tensor:
-        part = self.as_subclass(Tensor)
-        if func is Tensor.__getitem__:
-            return part[args[1]]
-        return part.reshape(*shape[:-1], part.shape[-1])
 
 
 def _loss(
