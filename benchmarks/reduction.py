@@ -47,7 +47,7 @@ class ByCollectives(InvariantSum):
     """The tree as it was exchanged over gloo before, and is over NCCL."""
 
     def _exchange(self, trees: list[Tensor]) -> Collectives:
-        return Collectives(trees, self._trees, self._num_leaves, self._rank, self._group)
+        return Collectives(trees, self._trees, self._num_leaves)
 
 
 class Bench:

@@ -134,11 +134,7 @@ class ScriptHooks:
             )
 
     def refuse(self) -> None:
-        """Refuse all hooks: under a pipeline, gradients come in parts and their norms are told.
-
-        Raises:
-            TargetError: There is one.
-        """
+        """Refuse all hooks: under a pipeline, gradients come in parts and their norms are told."""
         for held in self._found():
             raise TargetError(
                 f"{held.name} has the hook {_name_of(held.hook)}, and under a pipeline it would be "
@@ -536,7 +532,6 @@ class GradientReducer:
 
     Args:
         parameters: Name and parameter; each parameter once, in the same order on every worker.
-        group: The process group; None is the default one.
         distributed: Whether to reduce at all; by default whether a group is initialised.
         bucket_bytes: Minimum size of a bucket, in bytes; the default depends on the device kind.
         invariant: Sums virtual nodes in an order that does not depend on the mapping; then call
@@ -557,7 +552,6 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter] | Iterable[nn.Parameter],
-        group: dist.ProcessGroup | None = None,
         *,
         distributed: bool | None = None,
         bucket_bytes: int | None = None,
@@ -573,12 +567,12 @@ class GradientReducer:
         )
         self._names = list(named)
         self._parameters = list(named.values())
-        self.num_parameters, self._group = len(self._parameters), group
+        self.num_parameters = len(self._parameters)
         initialised = dist.is_available() and dist.is_initialized()
         self._distributed = initialised if distributed is None else distributed
         self._invariant = invariant
         if is_first is None:
-            is_first = not self._distributed or dist.get_rank(group) == 0
+            is_first = not self._distributed or dist.get_rank() == 0
         self._is_first = invariant.holds_first if invariant is not None else is_first
         self.carried: set[int] = set()
         self._before: dict[int, Tensor] | None = {} if keeps_carried else None
@@ -847,7 +841,7 @@ class GradientReducer:
         if self._invariant is not None:
             self._invariant.launch(*bucket.place)
             return
-        work = peers.all_reduce(bucket.flat, group=self._group, async_op=True)
+        work = peers.all_reduce(bucket.flat, async_op=True)
         if work is not None:
             self._works.append(work)
 

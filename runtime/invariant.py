@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..devices.backend import backend_of
@@ -132,16 +131,15 @@ _ROUNDED_ONCE = (torch.float32, torch.float64)  # a + b has the same bits in eve
 class TwoTrees:
     """Two workers with a whole subtree each: a + b has one order, so an all-reduce is exact."""
 
-    def __init__(self, bucket: Tensor, group: "dist.ProcessGroup | None") -> None:
-        self._work = peers.all_reduce(bucket, group=group, async_op=True)
+    def __init__(self, bucket: Tensor) -> None:
+        self._work = peers.all_reduce(bucket, async_op=True)
 
     def gather(self) -> None:
         """Do nothing: the all-reduce does it."""
 
     def wait(self) -> None:
         """Wait for the all-reduce."""
-        if self._work is not None:
-            self._work.wait()
+        peers.wait_for([self._work])
 
 
 class Messages:
@@ -154,7 +152,6 @@ class Messages:
         room: A receive buffer with a row for each subtree of the others, in order of workers.
         rank: This worker's rank.
         tag: A number that no other bucket of the step uses, and neither does ``tag + 1``.
-        group: The process group.
     """
 
     def __init__(
@@ -165,9 +162,8 @@ class Messages:
         room: Tensor,
         rank: int,
         tag: int,
-        group: "dist.ProcessGroup | None",
     ) -> None:
-        self._num_leaves, self._rank, self._tag, self._group = num_leaves, rank, tag, group
+        self._num_leaves, self._rank, self._tag = num_leaves, rank, tag
         size = len(names)
         self._slices = trees[-1].view(size, -1)
         rows = [tree.view(size, -1) for tree in trees]
@@ -183,23 +179,14 @@ class Messages:
                     # In order of workers here, and in order of leaves in ``root_of``: the order in
                     # which messages arrive decides nothing.
                     self._parts.append((name, next(free)))
-                    self._coming.append(self._receive(self._parts[-1][1], worker, tag))
+                    self._coming.append(peers.irecv(self._parts[-1][1], worker, tag=tag))
         for worker in self._others():
-            self._works += [self._send(row[worker], worker, tag) for row in rows]
+            self._works += [peers.isend(row[worker], worker, tag=tag) for row in rows]
 
     def _others(self) -> list[int]:
         """The other workers; each worker begins with the one after itself, to spread the load."""
         size = len(self._slices)
         return [(self._rank + step) % size for step in range(1, size)]
-
-    def _send(self, tensor: Tensor, worker: int, tag: int) -> "peers.Transfer | None":
-        return peers.isend(tensor, self._global(worker), group=self._group, tag=tag)
-
-    def _receive(self, tensor: Tensor, worker: int, tag: int) -> "peers.Transfer | None":
-        return peers.irecv(tensor, self._global(worker), group=self._group, tag=tag)
-
-    def _global(self, worker: int) -> int:
-        return worker if self._group is None else dist.get_global_rank(self._group, worker)
 
     def gather(self) -> None:
         """Sum this worker's slice in place and send it to all.
@@ -207,38 +194,33 @@ class Messages:
         The others' slices may be received into the bucket: a worker that sends its sum has
         received our part of it before.
         """
-        _wait(self._coming)
-        own = self._own
+        peers.wait_for(self._coming)
+        own, tag = self._own, self._tag + 1
         root_of(self._parts, self._num_leaves, own)
         for worker in self._others():
-            self._works.append(self._receive(self._slices[worker], worker, self._tag + 1))
+            self._works.append(peers.irecv(self._slices[worker], worker, tag=tag))
         for worker in self._others():
-            self._works.append(self._send(own, worker, self._tag + 1))
+            self._works.append(peers.isend(own, worker, tag=tag))
 
     def wait(self) -> None:
         """Wait for all messages to and from this worker."""
-        _wait(self._works)
+        peers.wait_for(self._works)
 
 
 class Collectives:
     """Exchange slices by an all-to-all and an all-gather."""
 
     def __init__(
-        self,
-        trees: Sequence[Tensor],
-        names: Sequence[Sequence[Subtree]],
-        num_leaves: int,
-        rank: int,
-        group: "dist.ProcessGroup | None",
+        self, trees: Sequence[Tensor], names: Sequence[Sequence[Subtree]], num_leaves: int
     ) -> None:
-        self._names, self._num_leaves, self._group = names, num_leaves, group
+        self._names, self._num_leaves = names, num_leaves
         size, self._bucket = len(names), trees[-1]
         length = self._bucket.numel() // size
         rows = [tree.view(size, length) for tree in trees]
         # An all-to-all sends each worker one stretch of memory, and a slice's subtrees lie in
         # several buffers; they are brought side by side first.
         sent = self._bucket if len(rows) == 1 else torch.stack(rows, dim=1).reshape(-1)
-        sent = sent.to(wire_device(sent.device, group))  # gloo exchanges tensors in host memory
+        sent = sent.to(wire_device(sent.device))  # gloo exchanges tensors in host memory
         lengths = [len(held) * length for held in names]
         self._sent, self._received = sent, sent.new_empty(sum(lengths))
         self._work = peers.all_to_all_single(
@@ -246,13 +228,12 @@ class Collectives:
             sent,
             output_split_sizes=lengths,
             input_split_sizes=[len(rows) * length] * size,
-            group=group,
             async_op=True,
         )
 
     def gather(self) -> None:
         """Finish the tree for this worker's slice, and start to gather the others' slices."""
-        _wait([self._work])
+        peers.wait_for([self._work])
         flat_names = [tree for held in self._names for tree in held]
         parts = list(zip(flat_names, self._received.view(len(flat_names), -1), strict=True))
         self._own = parts[0][1]
@@ -260,19 +241,13 @@ class Collectives:
         self._whole = self._bucket
         if self._own.device != self._whole.device:
             self._whole = torch.empty_like(self._whole, device=self._own.device)
-        self._work = peers.all_gather(self._whole, self._own, group=self._group, async_op=True)
+        self._work = peers.all_gather(self._whole, self._own, async_op=True)
 
     def wait(self) -> None:
         """Wait for the sums of all slices, and put them into the bucket."""
-        _wait([self._work])
+        peers.wait_for([self._work])
         if self._whole is not self._bucket:
             self._bucket.copy_(self._whole)
-
-
-def _wait(works: Sequence["peers.Transfer | None"]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()
 
 
 Exchange = TwoTrees | Messages | Collectives
@@ -289,24 +264,22 @@ class InvariantSum:
     Args:
         holdings: [workers] the virtual nodes of each worker in running order, by rank.
         rank: This worker's rank.
-        group: The process group; None is the default one.
 
     Attributes:
         num_spares: Buffers beside the gradient buffer: at most log2 of this worker's virtual nodes.
+        num_turns: The number of passes that this worker can have in a step.
+        holds_first: Whether this worker runs virtual node 0.
+        alignment: The length of every bucket must be a multiple of this.
     """
 
-    def __init__(
-        self,
-        holdings: Sequence[Sequence[int]],
-        rank: int,
-        group: "dist.ProcessGroup | None" = None,
-    ) -> None:
+    def __init__(self, holdings: Sequence[Sequence[int]], rank: int) -> None:
         self._num_leaves = sum(len(nodes) for nodes in holdings)
         plans = [turns_of(nodes, self._num_leaves) for nodes in holdings]
         self._turns = plans[rank][0]
         self._trees = [trees for _, trees in plans]
-        self._rank, self._group = rank, group
-        self._num_workers = len(holdings)
+        self._rank = rank
+        self._num_workers = self.alignment = len(holdings)
+        self.num_turns, self.holds_first = len(self._turns), 0 in holdings[rank]
         self.num_spares = _num_spares(self._turns)
         self._flats: list[Tensor] = []
         self._spares: list[list[Tensor]] = []
@@ -315,21 +288,6 @@ class InvariantSum:
         self._num_summed = 0
         self._rooms: dict[tuple[int, torch.dtype], Tensor] = {}
         self._has_two_trees = self._num_workers == sum(len(held) for held in self._trees) == 2
-
-    @property
-    def alignment(self) -> int:
-        """The length of every bucket must be a multiple of this."""
-        return self._num_workers
-
-    @property
-    def holds_first(self) -> bool:
-        """Whether this worker runs virtual node 0."""
-        return any(turn.node == 0 for turn in self._turns)
-
-    @property
-    def num_turns(self) -> int:
-        """The number of passes that this worker can have in a step."""
-        return len(self._turns)
 
     @property
     def num_received_bytes(self) -> int:
@@ -413,15 +371,15 @@ class InvariantSum:
 
     def _exchange(self, trees: list[Tensor]) -> Exchange:
         real = [torch.view_as_real(t).reshape(-1) if t.is_complex() else t for t in trees]
-        bucket, group = real[-1], self._group
+        bucket = real[-1]
         # Other types may be rounded more than once on their way through a library's all-reduce, and
         # would not have the bits of one worker that adds by itself.
         if self._has_two_trees and bucket.dtype in _ROUNDED_ONCE:
-            return TwoTrees(bucket, group)
-        if not backend_of(bucket.device).is_host or is_on_devices(group):
-            return Collectives(real, self._trees, self._num_leaves, self._rank, group)
+            return TwoTrees(bucket)
+        if not backend_of(bucket.device).is_host or is_on_devices():
+            return Collectives(real, self._trees, self._num_leaves)
         room, tag = self._room(bucket, len(real)), 2 * len(self._exchanges)
-        return Messages(real, self._trees, self._num_leaves, room, self._rank, tag, group)
+        return Messages(real, self._trees, self._num_leaves, room, self._rank, tag)
 
     def _room(self, bucket: Tensor, num_own: int) -> Tensor:
         """Receive buffers for this worker's slice of each subtree; later buckets reuse them."""

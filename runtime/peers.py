@@ -12,7 +12,7 @@ call or by ``wait``; a collective on valid tensors raises no other plain Runtime
 import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
@@ -96,6 +96,13 @@ class Collective(Transfer):
                 if are_in_vain():
                     raise PeerLostError(f"lost another worker in {self._what}") from error
         super().wait()
+
+
+def wait_for(transfers: Iterable[Transfer | None]) -> None:
+    """Wait until all are done; None stands for one that is."""
+    for transfer in transfers:
+        if transfer is not None:
+            transfer.wait()
 
 
 def guarded(what: str, function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:

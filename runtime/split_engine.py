@@ -183,11 +183,7 @@ class SplitEngine:
             raise
 
     def check_loops(self) -> None:
-        """Refuse a loop of the script's own where a worker's share must run in one pass.
-
-        Raises:
-            TargetError: The model has SyncBatchNorm.
-        """
+        """Refuse a loop of the script's own where a worker's share must run in one pass."""
         if self._norms:
             raise TargetError(
                 "SyncBatchNorm runs a worker's whole share in one pass, and goes with no loop of "
@@ -405,9 +401,7 @@ class SplitEngine:
     def move_shares(self, place: Place, config: LaunchConfig) -> None:
         """Move shared states to the workers of another config; ``take`` follows.
 
-        Args:
-            place: This worker among those of both: those of the config come first there.
-            config: The config.
+        In ``place`` those of the config come first.
         """
         if self.shared_states is not None:
             move(self.shared_states, self._session.optimizers, place, config)

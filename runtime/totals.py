@@ -433,10 +433,8 @@ class StepTotals:
     ) -> None:
         """Start a step.
 
-        Args:
-            num_samples: Samples of the batch on all workers together.
-            settings_number: A number that stands for this worker's optimizer settings.
-            scaler: The scaler of this worker's losses, if the script has one.
+        ``settings_number`` stands for this worker's optimizer settings; the samples are those of
+        the batch on all workers together.
         """
         self._num_samples, self._settings_number = num_samples, settings_number
         self._weighted = None
@@ -455,10 +453,7 @@ class StepTotals:
     ) -> tuple[Tensor, Tensor | float] | None:
         """Take the loss of a pass over ``num_samples`` samples.
 
-        Args:
-            answer: The result of the script's function; see ``loss_and_weight``.
-            num_samples: Samples of the pass.
-            node: Index of its virtual node.
+        ``answer`` is what the script's function gave; see ``loss_and_weight``.
 
         Returns:
             The tensor to call backward on, and its share of the mean; None for weight 0 that the
@@ -516,11 +511,7 @@ class StepTotals:
     def go_back(
         self, loss: Tensor, share: Tensor | float, scaler: "torch.amp.GradScaler | None"
     ) -> None:
-        """Run a pass's backward pass: gradients are those of ``loss * share``, scaled.
-
-        Raises:
-            TargetError: The loss has no gradient.
-        """
+        """Run a pass's backward pass: gradients are those of ``loss * share``, scaled."""
         check_has_graph(loss)
         gradient = self._gradient(loss, share) if scaler is None else None
         if gradient is not None:

@@ -117,9 +117,7 @@ def send(value: Any, to: Sequence[int]) -> None:
 
     def carry(tensor: Tensor) -> Tensor:
         on_wire = tensor.to(current_wire_device())  # copied once, then sent to all together
-        for work in [peers.isend(on_wire, dst=rank) for rank in to]:
-            if work is not None:
-                work.wait()
+        peers.wait_for([peers.isend(on_wire, dst=rank) for rank in to])
         return on_wire
 
     carried(Message.of(value), carry)

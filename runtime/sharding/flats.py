@@ -39,10 +39,7 @@ Part = tuple[int, int]
 def sources(held: Sequence[Part], wanted: Part, rank: int) -> list[tuple[int, int, int]]:
     """Who gives a worker which numbers: itself first, else the first that holds them.
 
-    Args:
-        held: [workers] what each holds.
-        wanted: What the worker is to hold.
-        rank: The worker.
+    ``held`` are [workers] what each holds; ``wanted`` is what the worker of this rank is to hold.
 
     Returns:
         (worker, begin, end) in order of workers, but for itself.
@@ -70,10 +67,8 @@ def sources(held: Sequence[Part], wanted: Part, rank: int) -> list[tuple[int, in
 class Passage:
     """The way of a vector from what each worker holds of it to what each is to hold.
 
-    Args:
-        place: This worker among those of both generations.
-        held: [workers] what each holds.
-        wanted: [workers] what each is to hold.
+    ``held`` and ``wanted`` are [workers] what each holds and is to hold; ``place`` is this worker
+    among those of both generations.
     """
 
     def __init__(self, place: Place, held: Sequence[Part], wanted: Sequence[Part]) -> None:
@@ -85,14 +80,7 @@ class Passage:
         )
 
     def carry(self, own: Tensor) -> Tensor:
-        """Exchange a vector; call it on all workers.
-
-        Args:
-            own: [numbers held]
-
-        Returns:
-            [numbers wanted]
-        """
+        """Exchange a vector, [numbers held] to [numbers wanted]; call it on all workers."""
         rank, (low, _), (first, last) = self._place.rank, self._held, self.wanted
         made = own.new_empty(last - first)
         for worker, begin, end in self._given[rank]:
@@ -159,9 +147,7 @@ def cuts_of(before: int, lengths: Sequence[int], shares: Sequence[int]) -> list[
 def parts_of(cuts: Sequence[int], kept: Sequence[range]) -> list[Part]:
     """[workers] where what each keeps of a vector begins and ends.
 
-    Args:
-        cuts: [workers + 1] see ``cuts_of``.
-        kept: [workers] the ranks whose parts each keeps.
+    ``cuts`` are those of ``cuts_of``, and ``kept`` [workers] the ranks whose parts each keeps.
     """
     return [(cuts[ranks.start], cuts[ranks.stop]) for ranks in kept]
 
@@ -193,9 +179,7 @@ class Sharers:
     def send_parts(self, whole: Tensor, cuts: Sequence[int]) -> list[peers.Transfer | None]:
         """Begin to send all workers each one's part of a vector.
 
-        Args:
-            whole: [numbers] each worker has its part of.
-            cuts: [workers + 1] where parts begin and end.
+        ``cuts`` are [workers + 1] where parts begin and end.
         """
         if whole.element_size() == 1:  # gloo knows no float8: its bytes travel
             whole = whole.view(torch.uint8)
@@ -302,9 +286,7 @@ class AwayParameter(nn.Parameter):
     def hide(cls, parameter: Any, asks: tuple[torch.Size, Callable[[], None]]) -> None:
         """Let a parameter be away.
 
-        Args:
-            parameter: The parameter, whose data is empty.
-            asks: Its whole shape, and what makes it whole or raises.
+        ``asks`` are its whole shape, and what makes it whole or raises.
         """
         if type(parameter) is nn.Parameter:
             vars(parameter)["_asks"], parameter.__class__ = asks, cls
@@ -329,7 +311,6 @@ class Flat:
     Args:
         members: Index and parameter; all of one dtype, trained or all frozen.
         cuts: [workers + 1] see ``cuts_of``.
-        sharers: The workers.
         keeps_whole: Whether weights are not shared, so that the whole vector stays.
         kept: [workers] the ranks whose parts each keeps; the own one among them.
         order: In which order virtual nodes add up; None: as the workers run them.
@@ -338,6 +319,7 @@ class Flat:
 
     Attributes:
         part: Where what this worker keeps of the vector begins and ends.
+        own: What it keeps of the weights.
         is_alone: Whether what others keep is 0 in the whole vector: they are elsewhere.
         casts: Whether weights run in another type than that in which they are kept.
     """
@@ -374,9 +356,9 @@ class Flat:
             sent = whole.view(torch.uint8) if first.element_size() == 1 else whole
             peers.broadcast(sent, src=sharers.ranks[0], group=sharers.group)
         self._shows_own = keeps_whole and not self.casts
-        self._own = whole[low:high]
+        self.own = whole[low:high]
         if not self._shows_own:
-            self._own = self._own.to(own_type, copy=True)
+            self.own = self.own.to(own_type, copy=True)
         self._whole = whole if first.dtype == running else torch.empty_like(whole, dtype=running)
         self._shown: Tensor | None = None  # the whole vector as it is kept, between passes
         self._sums: Tensor | None = None  # of this worker's own part; at the end of what it keeps
@@ -401,11 +383,6 @@ class Flat:
         """
         self._asks[number] = self.shapes[number], come
 
-    @property
-    def own(self) -> Tensor:
-        """What this worker keeps of the weights."""
-        return self._own
-
     def _owned(self, kept: Tensor) -> Tensor:
         """This worker's own part of what it keeps of a vector."""
         low, high = self._cuts[self.sharers.number :][:2]
@@ -426,14 +403,12 @@ class Flat:
     def move(self, own: Tensor, cuts: Sequence[int], part: tuple[int, int]) -> None:
         """Hold another part from now on; ``take`` follows. Nothing is gathered meanwhile.
 
-        Args:
-            own: This worker's part of the weights.
-            cuts: [next workers + 1] see ``cuts_of``.
-            part: Where it begins and ends.
+        ``cuts`` are [next workers + 1], see ``cuts_of``; ``part`` is where its part begins and
+        ends.
         """
-        self._cuts, self.part, self._sums, self._own = list(cuts), part, None, own
+        self._cuts, self.part, self._sums, self.own = list(cuts), part, None, own
         if self._shows_own:
-            self._own = self._whole[slice(*part)].copy_(own)
+            self.own = self._whole[slice(*part)].copy_(own)
         self.free()
 
     def take(self, sharers: Sharers, order: NodeOrder | None) -> None:
@@ -470,7 +445,7 @@ class Flat:
         if self._shown is not None:
             self._whole.copy_(self._shown)
         elif not self._shows_own:
-            self._whole[slice(*self.part)].copy_(self._own)
+            self._whole[slice(*self.part)].copy_(self.own)
         self._gathering = []
         if not self.is_alone and self._shown is None:
             self._gathering = self.sharers.send_parts(self._whole, self._cuts)
@@ -478,9 +453,7 @@ class Flat:
     def wait(self) -> None:
         """Make the parameters whole, and wait until they are."""
         self.gather()
-        for work in self._gathering or ():
-            if work is not None:
-                work.wait()
+        peers.wait_for(self._gathering or ())
         if self._gathering is not None:
             self._gathering, self.is_whole, self._is_away = None, True, False
             for number, (_, parameter) in enumerate(self.members):
@@ -509,7 +482,7 @@ class Flat:
         if self._gathering is not None:
             self.wait()
         if self._shown is None:
-            self._shown = self._gathered(self._own)
+            self._shown = self._gathered(self.own)
         for number, (_, parameter) in enumerate(self.members):
             AwayParameter.show(parameter)
             parameter.data = self._view(self._shown, number)
@@ -519,23 +492,21 @@ class Flat:
         """A whole vector, of which each worker has its part."""
         whole = own.new_zeros(self.bounds[-1][1])
         whole[slice(*self.part)] = own
-        for work in () if self.is_alone else self.sharers.send_parts(whole, self._cuts):
-            if work is not None:
-                work.wait()
+        if not self.is_alone:
+            peers.wait_for(self.sharers.send_parts(whole, self._cuts))
         return whole
 
     def free(self, *, shows: bool = True) -> None:
         """Make the parameters this worker's slices; what is gathered is given back.
 
-        Args:
-            shows: Whether parameters show their slices. In a step they are ``AwayParameter``.
+        With ``shows`` parameters show their slices. In a step they are ``AwayParameter``.
         """
         if self._gathering is not None:
             self.wait()
         self._shown = None
         for number, (_, parameter) in enumerate(self.members):
             AwayParameter.show(parameter)
-            parameter.data = self.own_of(self._own, number) if shows else self._whole[:0]
+            parameter.data = self.own_of(self.own, number) if shows else self._whole[:0]
         self._is_away = not shows
         self.hide()
         # Emptied, and not replaced: what autograd has saved of the weights shows this storage, and
@@ -562,19 +533,19 @@ class Flat:
     def keep_own(self) -> None:
         """Keep this worker's part of whole weights that may have been changed."""
         if self._shown is not None:
-            self._own.copy_(self._shown[slice(*self.part)])
+            self.own.copy_(self._shown[slice(*self.part)])
             return
         if not self.is_whole or self._shows_own:
             return
         seen = self._whole[slice(*self.part)]
         if self.casts:  # of what was not changed the lower bits stay
-            seen = torch.where(seen == self._own.to(seen), self._own, seen.to(self._own))
-        self._own.copy_(seen)
+            seen = torch.where(seen == self.own.to(seen), self.own, seen.to(self.own))
+        self.own.copy_(seen)
 
     def whole_kept(self, number: int) -> Tensor:
         """A member's whole value in the type in which it is kept; call it on all workers."""
         if self._shown is None and self.casts:
-            return self.whole_of(number, self.own_of(self._own, number))
+            return self.whole_of(number, self.own_of(self.own, number))
         return self._view(self._whole if self._shown is None else self._shown, number)
 
     def alone_of(self, number: int, own: Tensor) -> Tensor:
@@ -588,9 +559,7 @@ class Flat:
         found = self.alone_of(number, own)
         whole = found.view(-1)
         cuts = [self.slice_of(number, w).start for w in range(len(self.sharers.ranks))]
-        for work in self.sharers.send_parts(whole, [*cuts, len(whole)]):
-            if work is not None:
-                work.wait()
+        peers.wait_for(self.sharers.send_parts(whole, [*cuts, len(whole)]))
         return found
 
     # Gradients
@@ -650,9 +619,8 @@ class Flat:
     ) -> None:
         """Begin to sum the gradients that have come, to the workers that own them.
 
-        Args:
-            factor: [] that this worker's are multiplied by before.
-            names: [workers] the virtual node whose gradient each has; None where all add up.
+        ``factor`` [] multiplies those of this worker before. ``names`` are [workers] the virtual
+        node whose gradient each has; None where all add up.
         """
         gradient = self._taken(factor)
         if gradient is None:
@@ -705,7 +673,7 @@ class Flat:
         """Add a virtual node's gradients to those of this worker's others."""
         gradient = self._taken(factor)
         if gradient is not None and self._own_leaves is not None:
-            self._own_leaves.add_leaf(node, gradient.to(self._own))
+            self._own_leaves.add_leaf(node, gradient.to(self.own))
 
     def reduce_kept(self) -> None:
         """Begin to sum what was kept, to the workers that own it."""
@@ -713,7 +681,7 @@ class Flat:
             return
         for names in self._order.at_end():
             own = names[self.sharers.number]
-            kept = self._own[:0] if own is None else self._own_leaves.take(own)
+            kept = self.own[:0] if own is None else self._own_leaves.take(own)
             self._send(kept, names)
 
     def _send(self, gradient: Tensor, names: Sequence[Subtree | None]) -> None:
@@ -739,25 +707,22 @@ class Flat:
     def add_reduced(self) -> None:
         """Wait for the sums that were begun, and add this worker's part."""
         for gradient, works in self._reducing:
-            for work in works:
-                if work is not None:
-                    work.wait()
+            peers.wait_for(works)
             part = self._parts(gradient)[self.sharers.number]
             if self._sums is None:
-                self._sums = part.to(self._own, copy=True)  # of the whole gradient nothing stays
+                self._sums = part.to(self.own, copy=True)  # of the whole gradient nothing stays
             else:
                 self._sums += part
         self._reducing.clear()
         for names, received, arrives in self._coming:
-            if arrives is not None:
-                arrives.wait()
-            self._add(names, received.to(self._own))
+            peers.wait_for([arrives])
+            self._add(names, received.to(self.own))
         self._coming.clear()
 
     def sum_over(self, group: dist.ProcessGroup) -> None:
         """Add up the sums of those who own the same numbers of such vectors elsewhere."""
         if self._sums is None:
-            self._sums = torch.zeros_like(self._owned(self._own))
+            self._sums = torch.zeros_like(self._owned(self.own))
         if self._sums.numel():
             peers.all_reduce(self._sums, group=group)
 
@@ -784,7 +749,7 @@ class Flat:
         if root is not None:
             self._sums = root if self._sums is None else root.add_(self._sums)
         if self._sums is None:
-            self._sums = torch.zeros_like(self._owned(self._own))
+            self._sums = torch.zeros_like(self._owned(self.own))
         shown = self._sums
         if any(len(ranks) > 1 for ranks in self.kept):  # a sum goes to all who keep its numbers
             wanted = parts_of(self._cuts, self.kept)
@@ -797,7 +762,7 @@ class Flat:
         """Drop a step that was broken off, whose transfers may still write to their buffers."""
         whole = torch.empty_like(self._whole)
         if self._shows_own:
-            self._own = whole[slice(*self.part)].copy_(self._own)
+            self.own = whole[slice(*self.part)].copy_(self.own)
         self._whole, self._gathering, self._gradient, self._sums = whole, None, None, None
         self._reducing, self._coming, self._leaves, self._own_leaves = [], [], None, None
         self._passes, self._expects = None, False

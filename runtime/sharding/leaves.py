@@ -48,11 +48,7 @@ class NodeOrder:
 
 
 class LeafSums:
-    """Sums of virtual nodes, which come in any order.
-
-    Args:
-        num_leaves: Virtual nodes of the job.
-    """
+    """Sums of virtual nodes, which come in any order."""
 
     def __init__(self, num_leaves: int) -> None:
         self._num_leaves = num_leaves

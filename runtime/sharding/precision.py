@@ -6,7 +6,6 @@ and ``masters`` of more are kept; or its model has many, and the policy of FSDP 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ class Precision:
         hooks = []
         for module in dict.fromkeys((model, *layers)):
             if self.casts_model if module is model else self.casts_layers:
-                take = partial(_taken, self)
+                take = lambda _, args, kwargs: self.take(args, kwargs)  # noqa: E731
                 hooks.append(module.register_forward_pre_hook(take, with_kwargs=True))
             if self.given is not None:
                 hooks.append(module.register_forward_hook(lambda *called: self.give(called[-1])))
@@ -75,10 +74,6 @@ class Precision:
 
 AS_IS = Precision()
 """What the script has."""
-
-
-def _taken(precision: Precision, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return precision.take(args, kwargs)
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

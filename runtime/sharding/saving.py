@@ -27,14 +27,7 @@ from .states import SharedStates
 
 
 class SharedState:
-    """The state of a job whose workers share it; the first worker gathers and writes it.
-
-    Args:
-        session: The state that the parts of the job share.
-        buffers: The virtual nodes' buffers.
-        totals: The sums of a step.
-        states: This worker's share.
-    """
+    """The state of a job whose workers share it; the first worker gathers and writes it."""
 
     is_in_parts, wanted = False, None
 
@@ -73,9 +66,7 @@ class SharedState:
     def with_buffers(self, buffers: dict[str, Any], registered: Sequence[Any]) -> dict[str, Any]:
         """The state but for shares, of which optimizers show the kinds; see ``move``.
 
-        Args:
-            buffers: All virtual nodes' buffers, from their ``capture``.
-            registered: The script's objects.
+        ``buffers`` are all virtual nodes', from their ``capture``.
         """
         self._totals.look()
         states = state_of(self._session.optimizers)

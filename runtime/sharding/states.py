@@ -80,7 +80,6 @@ class SharedStates(Units):
     It takes the place of a ``GradientReducer`` and has its methods.
 
     Args:
-        session: The state that the parts of the job share.
         shard: What is shared.
         shares: [workers] of the states, in any unit.
         order: In which order virtual nodes add up; None: as the workers run them.
@@ -96,7 +95,12 @@ class SharedStates(Units):
         bring: Gives the whole of a slice that a script reads: of a numbered parameter, or of its
             gradient.
         set_aside: Gradients of earlier steps; see ``Origin.carried``.
+        num_parameters: The number of parameters, trainable or not.
+        carried: Whether gradients of an earlier step were still there when this step began.
+        sums: None: the sums of a step travel alone.
     """
+
+    sums: Tensor | None = None
 
     def __init__(
         self,
@@ -114,6 +118,7 @@ class SharedStates(Units):
         self._kept = kept or [range(rank, rank + 1) for rank in range(len(shares))]
         self._session, self._shard, self._sums_order = session, shard, order
         self._parameters = list(session.parameters.values())
+        self.num_parameters = len(self._parameters)
         check_elementwise(session.optimizers)
         if session.place.distributed and not session.place.is_outside:
             check_same_shapes(dict(session.parameters), session.place)
@@ -150,7 +155,7 @@ class SharedStates(Units):
             if parameter.requires_grad:
                 self._own_hooks.add(parameter, partial(self._came, index))
         self._used: set[int] = set()
-        self._carried = False
+        self.carried = False
         self._node = 0  # whose pass runs
         self._kept_nodes: set[int] = set()
         self._knows_order = self._is_alone = False
@@ -239,8 +244,7 @@ class SharedStates(Units):
     def show_slices(self, *, gradients: bool) -> None:
         """Let the script read and write its parameters as whole tensors; see ``sliced.py``.
 
-        Args:
-            gradients: Whether gradients are slices now.
+        ``gradients`` says whether these are slices now.
         """
         if not self._origins:
             self._origins = [self._origin_of(index) for index in range(len(self._parameters))]
@@ -438,8 +442,8 @@ class SharedStates(Units):
         return [flat.gradient_version for flat in self._flats]
 
     def _carry(self) -> None:
-        self._carried = any([flat.begin_sums() for flat in self._flats])
-        if self._carried and self._sums_order is not None and not self.in_rounds:
+        self.carried = any([flat.begin_sums() for flat in self._flats])
+        if self.carried and self._sums_order is not None and not self.in_rounds:
             raise TargetError(
                 "gradients of an earlier step are still there, and this worker has its share of "
                 "them only",
@@ -462,11 +466,7 @@ class SharedStates(Units):
         return [parameter.requires_grad for parameter in self._parameters]
 
     def check_step(self, number: int, batch_sizes: Sequence[int]) -> None:
-        """Refuse a batch of ``number`` samples in which workers would not meet in every pass.
-
-        Raises:
-            TargetError: A short batch leaves a virtual node without samples.
-        """
+        """Refuse a batch of ``number`` samples in which workers would not meet in every pass."""
         if self.in_rounds and not all(share_out(number, batch_sizes or (number,))):
             raise TargetError(
                 f"a batch of {number} samples leaves a virtual node without any, and workers that "
@@ -545,9 +545,6 @@ class SharedStates(Units):
         """Refuse to go on where units run again on this worker and not on another.
 
         Through the store: the others' collectives would take this one's for their own.
-
-        Raises:
-            TargetError: Not all say this number in this pass.
         """
         place = self._session.place
         if place.store is None or not place.distributed:
@@ -629,28 +626,13 @@ class SharedStates(Units):
             flat.reduce_kept()
 
     @property
-    def sums(self) -> Tensor | None:
-        """None: the sums of a step travel alone."""
-        return None
-
-    @property
-    def num_parameters(self) -> int:
-        """The number of parameters, trainable or not."""
-        return len(self._parameters)
-
-    @property
-    def carried(self) -> bool:
-        """Whether gradients of an earlier step were still there when this step began."""
-        return self._carried
-
-    @property
     def has_some(self) -> bool:
         """Whether a gradient has come in this step."""
         return bool(self._used)
 
     def unused(self) -> list[int]:
         """Indices of the trainable parameters without a gradient on this worker in this step."""
-        if self._carried:
+        if self.carried:
             return []
         return [
             n for n, p in enumerate(self._parameters) if p.requires_grad and n not in self._used
@@ -722,8 +704,7 @@ class SharedStates(Units):
     def put_away(self) -> list[Flat]:
         """Free all between two steps, and forget what joining workers cannot know.
 
-        Returns:
-            The vectors, in the order in which they are shared out.
+        It gives the vectors, in the order in which they are shared out.
         """
         self.hide_slices()
         self.free()
@@ -732,12 +713,7 @@ class SharedStates(Units):
         return self._laid
 
     def take(self, place: Place, order: NodeOrder | None) -> None:
-        """Be one of other workers from now on; shares have moved.
-
-        Args:
-            place: This worker among them.
-            order: See the class.
-        """
+        """Be one of other workers from now on; shares have moved."""
         self._sums_order, self._origins = order, []
         for flat in self._laid:
             flat.take(all_workers(place), order)

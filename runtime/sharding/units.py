@@ -37,11 +37,7 @@ P = ParamSpec("P")
 
 
 def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that cannot update slices of parameters.
-
-    Raises:
-        TargetError: One looks at whole parameters.
-    """
+    """Refuse optimizers that cannot update slices of parameters."""
     for optimizer in optimizers:
         if not is_elementwise(optimizer):
             raise TargetError(
@@ -96,11 +92,6 @@ class Unit:
         self.goes_back = False
 
     @property
-    def is_trained(self) -> bool:
-        """Whether any of it has a gradient."""
-        return any(flat.is_trained for flat in self.flats)
-
-    @property
     def is_whole(self) -> bool:
         """Whether all weights are here."""
         return all(flat.is_whole for flat in self.flats)
@@ -133,11 +124,6 @@ class Unit:
         """Make room for whole gradients."""
         for flat in self.flats:
             flat.await_gradients()
-
-    def expect_gradients(self) -> None:
-        """Let whole gradients come in a pass that reduces them."""
-        for flat in self.flats:
-            flat.expect_gradients()
 
     def clear_gradients(self) -> None:
         """Set the gradients that have come to 0: a mean over nothing has none that are numbers."""
@@ -254,11 +240,7 @@ class Units:
     def before(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Make a unit whole before it runs.
-
-        Returns:
-            The inputs to give to it in place of these; None: these.
-        """
+        """Make a unit whole before it runs: the inputs to give to it instead; None for these."""
         unit = self._units[name]
         if unit.goes_back:  # activations are computed again
             unit.wait()
@@ -311,7 +293,7 @@ class Units:
             elif not self.shares_weights:
                 self._come_whole(unit)
             self._now.append(name)
-            if self._has_graph and (self._flows or unit.is_trained):
+            if self._has_graph and (self._flows or any(flat.is_trained for flat in unit.flats)):
                 self._to_go_back.append(self._turn())
         self._next = max(self._next, end)
 
@@ -438,7 +420,8 @@ class Units:
     def _take_back(self, unit: Unit, before: str | None) -> None:
         unit.wait()
         if self._trains and self.in_rounds:
-            unit.expect_gradients()
+            for flat in unit.flats:
+                flat.expect_gradients()
         # The unit whose turn is next in the backward pass, while this one goes back.
         if self.shares_weights and before is not None:
             self._units[before].gather()
@@ -497,8 +480,7 @@ class Units:
     def make_whole(self, *, runs: bool = False) -> None:
         """Bring all units to every worker, until the next pass ends.
 
-        Args:
-            runs: Whether weights are as they run, for passes; else as the script knows them.
+        With ``runs`` weights are as they run, for passes; else as the script knows them.
         """
         self._shows = not runs
         for unit in self._all:
