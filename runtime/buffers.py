@@ -177,15 +177,17 @@ class VirtualNodeBuffers:
             self.is_merged = self.is_merged and not slot.is_persistent
 
     def merged(self, all_reduce: AllReduce | None) -> dict[str, Tensor]:
-        """The merged value of every buffer that a pass has changed, equal on every worker.
+        """The merged value, by name, of each buffer that a pass has changed, equal on every worker.
 
-        Args:
-            all_reduce: Sums a tensor in place over the workers; None for a single worker.
-
-        Returns:
-            Values by buffer name.
+        ``all_reduce`` sums a tensor in place over the workers; None for a single worker.
         """
-        changed = self._changed_anywhere(all_reduce)
+        if not self.slots:
+            return {}
+        device = self.slots[0].base.device
+        flags = torch.tensor([float(bool(slot.own)) for slot in self.slots], device=device)
+        if all_reduce is not None:
+            all_reduce(flags)
+        changed = [s for s, flag in zip(self.slots, flags.tolist(), strict=True) if flag]
         return {slot.name: self._merged(slot, all_reduce) for slot in changed}
 
     def install(self, merged: dict[str, Tensor]) -> None:
@@ -198,9 +200,7 @@ class VirtualNodeBuffers:
     def capture(self, holders: Sequence[int], distributed: bool) -> dict[str, Any]:
         """Every virtual node's buffers, on every worker, as a checkpoint keeps them.
 
-        Args:
-            holders: [virtual nodes] the rank that holds each.
-            distributed: Whether there are other workers.
+        ``holders`` are [virtual nodes] the rank that holds each.
         """
         self.begin_step()
         if not self.slots:
@@ -249,15 +249,6 @@ class VirtualNodeBuffers:
             }
             slot.install(slot.shared)
         self.is_merged = not any(slot.own and slot.is_persistent for slot in self.slots)
-
-    def _changed_anywhere(self, all_reduce: AllReduce | None) -> list[BufferSlot]:
-        if not self.slots:
-            return []
-        device = self.slots[0].base.device
-        flags = torch.tensor([float(bool(slot.own)) for slot in self.slots], device=device)
-        if all_reduce is not None:
-            all_reduce(flags)
-        return [slot for slot, flag in zip(self.slots, flags.tolist(), strict=True) if flag]
 
     def _merged(self, slot: BufferSlot, all_reduce: AllReduce | None) -> Tensor:
         if not slot.base.is_floating_point():
@@ -352,8 +343,13 @@ def buffers_apart(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name, buffer in held:
-            module._buffers[name] = buffer
+        put_back(held)
+
+
+def put_back(held: Iterable[tuple[nn.Module, str, Tensor | None]]) -> None:
+    """Give modules their buffers back: (module, name, buffer) of each."""
+    for module, name, buffer in held:
+        module._buffers[name] = buffer
 
 
 # SyncBatchNorm under a split plan: the statistics of the whole global batch.
@@ -397,11 +393,7 @@ def over_workers(norms: Sequence[nn.SyncBatchNorm], place: Place) -> Iterator[No
 
 
 def joined(inputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The inputs of several virtual nodes as those of one.
-
-    Args:
-        inputs: [virtual nodes] each one's collated samples.
-        sizes: [virtual nodes] samples of each.
+    """The inputs [virtual nodes] of several virtual nodes, of so many samples, as those of one.
 
     Raises:
         TargetError: They are no tensors with a row for each sample.

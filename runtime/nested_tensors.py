@@ -31,9 +31,7 @@ def zeros_for(tensors: Collection[Tensor], device: torch.device) -> list[Tensor]
 
 def tensors_in(value: Any) -> list[Any]:
     """The tensors of a nested value, in order."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
         inside = list(value.values())
@@ -56,9 +54,7 @@ def plain(values: Iterable[float | Tensor]) -> list[float]:
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """A value of the same form, with what a function makes of each tensor."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return function(value)
     if not tensors_in(value):
         return value

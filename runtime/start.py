@@ -19,6 +19,7 @@ from .agreement.agreement import (
     OtherOptimizers,
     WorkerComparison,
 )
+from .buffers import put_back
 from .checkpoints.restoring import Progress
 from .checkpoints.saving import Checkpoints
 from .determinism import apply_level, check_level, streams_kept
@@ -342,11 +343,7 @@ def rehearsed(
 def _tensors_kept(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     parameters = list(named_parameters(model, optimizers).values())
     data = [parameter.data for parameter in parameters]
-    buffers = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in module._buffers.items()
-    ]
+    buffers = [(m, name, value) for m in model.modules() for name, value in m._buffers.items()]
     own = [_OptimizerParts(optimizer) for optimizer in optimizers]
     forward = model.__dict__.get("forward")
     try:
@@ -355,8 +352,7 @@ def _tensors_kept(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
         for parameter, tensor in zip(parameters, data, strict=True):
             parameter.grad = None
             parameter.data = tensor
-        for module, name, value in buffers:
-            module._buffers[name] = value
+        put_back(buffers)
         for parts in own:
             parts.put_back()
         model.__dict__.pop("forward", None)

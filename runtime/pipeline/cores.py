@@ -141,7 +141,7 @@ class Between:
         if not made and answer is not None:
             return answer  # a number, such as a size
         read_from = _mapped((arguments, named), lambda tensor: self._place_of(tensor, versions))
-        makes = tuple(self._place_made(tensor) for tensor in made)
+        makes = tuple(self._place(tensor, is_made=True) for tensor in made)
         self._calls.append(_Call(function, read_from[0], read_from[1], makes, random))
         self._has_softmax |= name in _SOFTMAX
         is_product = any(word in name for word in _PRODUCTS)
@@ -154,28 +154,20 @@ class Between:
         return saved
 
     def _place_of(self, tensor: Tensor, versions: dict[int, int]) -> "_Place":
-        known = self._places.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            self._places[id(tensor)] = ref(tensor), self._num_places, False
+        before, place = self._num_places, self._place(tensor, is_made=False)
+        if self._num_places > before:
             # Detached, or functions would keep themselves alive where autograd functions of others
             # lie between them.
-            self.given.append(
-                _Given(
-                    _Place(self._num_places),
-                    tensor.detach(),
-                    tensor.requires_grad,
-                    versions[id(tensor)],
-                )
-            )
-            self._num_places += 1
-        return _Place(self._places[id(tensor)][1])
+            version = versions[id(tensor)]
+            self.given.append(_Given(place, tensor.detach(), tensor.requires_grad, version))
+        return place
 
-    def _place_made(self, tensor: Tensor) -> "_Place":
+    def _place(self, tensor: Tensor, *, is_made: bool) -> "_Place":
         known = self._places.get(id(tensor))
         if known is None or known[0]() is not tensor:
-            self._places[id(tensor)] = ref(tensor), self._num_places, True
+            known = self._places[id(tensor)] = ref(tensor), self._num_places, is_made
             self._num_places += 1
-        return _Place(self._places[id(tensor)][1])
+        return _Place(known[1])
 
     def end(self, noticed: "Callable[[Between], None] | None") -> None:
         """Let go of what can be computed again; if this is no core, of nothing else."""

@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -217,7 +217,7 @@ class LayeredModel:
         """The module, parameter, buffer or constant that a node of the graph names."""
         if name in self.constants:
             return self.constants[name]
-        return reduce(getattr, name.split("."), self.model)
+        return operator.attrgetter(name)(self.model)
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -404,11 +404,7 @@ def like(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[list[st
 
 
 def check_crossing(part: StageModule, values: Sequence[Any], stage: int) -> None:
-    """Refuse values that cannot be sent from a stage to the next.
-
-    Raises:
-        TargetError: A value is no tensor, number or tuple of numbers; says which.
-    """
+    """Refuse values that cannot be sent from a stage to the next."""
     for name, value in zip(part.outputs, values, strict=True):
         if not _can_cross(value):
             raise TargetError(
@@ -511,13 +507,12 @@ def spans_of(module: fx.GraphModule, homes: Mapping[int, str]) -> dict[str, Span
 
     Layers whose spans meet are left out: a leaf of the graph may hold several.
 
-    Args:
-        module: A stage's.
-        homes: Parameter, by its id -> its layer; empty for those in none.
+    ``homes`` is by the id of a parameter, and empty for those in no layer.
     """
     found: dict[str, Span] = {}
     for place, node in enumerate(module.graph.nodes):
-        read = [_attribute(module, n) for n in node.all_input_nodes if n.op == "get_attr"]
+        named = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+        read = [operator.attrgetter(name)(module) for name in named]
         if node.op == "call_module":
             read += module.get_submodule(str(node.target)).parameters()
         for name in {homes.get(id(value), "") for value in read} - {""}:
@@ -528,10 +523,6 @@ def spans_of(module: fx.GraphModule, homes: Mapping[int, str]) -> dict[str, Span
         for name, (first, last) in spans
         if all(other == name or end < first or last < begin for other, (begin, end) in spans)
     }
-
-
-def _attribute(module: nn.Module, node: fx.Node) -> Any:
-    return reduce(getattr, str(node.target).split("."), module)
 
 
 class _Call(nn.Module):

@@ -21,6 +21,7 @@ from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
 from ...schema.schedule import PASSES, Kind, Operation
 from ..agreement.agreement import SharedTensors, leaves_of, nodes_of
+from ..buffers import put_back
 from ..data import Pass, called
 from ..determinism import key_of, seed_streams_by
 from ..engine import LossFunction, Step
@@ -50,15 +51,7 @@ from .evaluation import StageEvaluation, refusing_calls
 from .executor import Executor, Unflushed, held
 from .norms import plain
 from .optimizer import OwnShare, ShardedUpdates, StageState, check_shardable, shares_of
-from .ownership import (
-    Holders,
-    Ownership,
-    broadcast_parts,
-    move_buffers,
-    place_own,
-    put_back,
-    shapes_on,
-)
+from .ownership import Holders, Ownership, broadcast_parts, move_buffers, place_own, shapes_on
 from .shares import StageShares, first_sharers, shared_names, shares_weights
 from .stage import (
     Elsewhere,
@@ -121,11 +114,7 @@ class LossScaling:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def refuse(self) -> None:
-        """Refuse a scaler if the schedule makes the updates, because no step can be skipped.
-
-        Raises:
-            TargetError: There is a scaler.
-        """
+        """Refuse a scaler if the schedule makes the updates, because no step can be skipped."""
         if self._scaler is not None:
             raise TargetError(
                 "a GradScaler needs a schedule that flushes", hint="such as 1f1b; or use bfloat16"
@@ -151,10 +140,7 @@ class LossScaling:
 class StepMicrobatches:
     """The microbatches of one call of ``job.backward`` on this worker; made anew for each call.
 
-    Args:
-        step: The call.
-        scaling: The scaling of the step's loss.
-        strangers: Names of the parameters that the loss may not read, by ``id``.
+    ``strangers`` are names of the parameters that the loss may not read, by ``id``.
     """
 
     def __init__(self, step: Step, scaling: LossScaling, strangers: Mapping[int, str]) -> None:
@@ -230,10 +216,8 @@ class StageDone(BaseException):
 class SpreadModel:
     """Replaces a model's ``forward``: inside ``call`` it runs one stage, elsewhere it refuses.
 
-    Args:
-        model: The script's model.
-        check_call: Refuses arguments for which the traced stages are not valid. None: the only
-            stage is the model as it is, which takes the call itself.
+    ``check_call`` refuses arguments for which the traced stages are not valid. It is None where the
+    only stage is the model as it is, which takes the call itself.
 
     Attributes:
         signature: The parameters of a call of the model.
@@ -268,11 +252,6 @@ class SpreadModel:
 
     def call(self, function: LossFunction, run: RunStage, inputs: Any) -> Any:
         """Call the script's function, with ``run`` in place of the model.
-
-        Args:
-            function: The script's function of one microbatch.
-            run: Called once, when the function calls the model.
-            inputs: The function's arguments: a tuple or list of them, or the only one.
 
         Returns:
             The function's result; None where ``run`` raised ``StageDone``.
@@ -464,19 +443,10 @@ class PipelineEngine:
         self._updates: ShardedUpdates | None = None  # of a sharded optimizer
         if shards and optimizer is not None and share is not None:
             self._updates = ShardedUpdates(
-                optimizer,
-                self._ownership,
-                share.keepers,
-                place.rank,
-                self._synchroniser.group_of,
+                optimizer, self._ownership, share.keepers, place.rank, self._synchroniser.group_of
             )
         self._executor = Executor(
-            group,
-            transport,
-            Routes(place.rank, groups),
-            tensor,
-            place.device,
-            holdings,
+            group, transport, Routes(place.rank, groups), tensor, place.device, holdings
         )
         self._model = SpreadModel(model, None if parts[0].arguments == (CALL,) else check_call)
         is_part = bool(shared or shards or len(own - self._ownership.cut) < len(named))
@@ -885,11 +855,7 @@ class PipelineEngine:
         )
 
     def check_predicts(self) -> bool:
-        """Refuse ``job.predict``: no worker of a pipeline runs a whole pass.
-
-        Raises:
-            TargetError: Always.
-        """
+        """Refuse ``job.predict``: no worker of a pipeline runs a whole pass."""
         raise TargetError(
             "job.predict is for split plans",
             hint="call the model inside job.evaluation(): each call runs on all stages",

@@ -12,15 +12,7 @@ from torch import Tensor, nn
 from ...planning.schedules.counting import most_under_way
 from ...schema.errors import ProblemError
 from ...schema.launch import PipelineWork
-from ...schema.schedule import (
-    ACTIVATIONS,
-    PASSES,
-    RECEIVES,
-    SENDS,
-    Kind,
-    Operation,
-    Schedule,
-)
+from ...schema.schedule import ACTIVATIONS, PASSES, RECEIVES, SENDS, Kind, Operation, Schedule
 from ..data import Batch
 from ..protocol.lower import schedule_of
 from ..tensor.operators import TensorGroup
@@ -100,9 +92,6 @@ class Executor:
 
     Args:
         rank: The group's number.
-        transport: The groups for messages; None for a single worker.
-        routes: To which workers of other groups this worker sends, and from which it receives.
-        group: The workers of this worker's group.
         device: Where messages are joined.
         holdings: [stages] what each worker of a group holds of a stage's results.
     """
@@ -135,11 +124,7 @@ class Executor:
         return self._program is None or self._next == len(self._program.steps)
 
     def begin(self, schedule: Schedule) -> tuple[Operation, ...]:
-        """Start a schedule; from the first receive on, receives are posted ahead.
-
-        Returns:
-            This rank's list of operations.
-        """
+        """Start a schedule: this rank's list. Receives are posted ahead from the first one on."""
         if self._program is None or self._program.schedule is not schedule:
             self._program = _Program(schedule, self._rank)
             # In any order, and on each worker another: to post a receive is no collective.

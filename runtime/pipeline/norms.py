@@ -307,15 +307,10 @@ class DeviceSums:
     def sum(
         self, losses: Sequence[Loss], used: Sequence[bool], norms: Collection[float] | None
     ) -> tuple[Tensor, NormTable | None]:
-        """Sum the losses and a table of norms over all workers.
+        """The sum of losses * weights [], float64, and a table of norms, over all workers.
 
-        Args:
-            losses: Of this worker's microbatches.
-            used: [parameters] whether there is a gradient, on any worker.
-            norms: Which norms to send; None for no table.
-
-        Returns:
-            [] the sum of losses * weights, float64; and the table.
+        ``losses`` are of this worker's microbatches; ``used`` says of [parameters] whether any
+        worker has a gradient; ``norms`` are to be sent, None for no table.
         """
         # An entry for each worker that has losses, to which the all-reduce adds zeros. They are
         # added up here, in one order: the mean has the same bits on all workers, in every run.
@@ -451,10 +446,8 @@ class NormOnly(Tensor):
     def of(number: Tensor, told: ToldNorms, index: int) -> "NormOnly":
         """Make a stand-in.
 
-        Args:
-            number: [1] receives the 2-norm; of the gradient's dtype, on its device.
-            told: Has the other norms.
-            index: The parameter's index in their tables.
+        ``number`` is [1], of the gradient's dtype and on its device, and receives the 2-norm.
+        ``told`` has the other norms, and the parameter's place in them is ``index``.
         """
         made: NormOnly = number.as_subclass(NormOnly)
         made._told, made._index = told, index
@@ -539,9 +532,7 @@ class PartNorms:
     def show(self, table: NormTable, loss_scale: float | Tensor) -> None:
         """Give each part of a gradient a companion with the norm of the whole gradient.
 
-        Args:
-            table: Norms of gradients without the loss scale.
-            loss_scale: The factor by which a GradScaler will divide both part and companion.
+        Norms in the table are without the loss scale, by which a GradScaler will divide both.
         """
         shown: list[tuple[int, nn.Parameter, Tensor | None]] = [
             *((i, p, plain(p.grad)) for i, p in self._parts if p.grad is not None),

@@ -315,9 +315,7 @@ class OwnShare:
     ) -> None:
         """Load what this worker keeps of the whole optimizer's state.
 
-        Args:
-            whole: The state.
-            own: Takes this worker's part of a parameter's value, by its name; None: of a cut one.
+        ``own`` takes this worker's part of a parameter's value, by its name; None: of a cut one.
 
         Raises:
             TargetError: The state has other groups.
@@ -506,7 +504,7 @@ class StageState:
         """Join a parameter, or an optimizer's state of it. Call it on all workers of a group."""
         # Parts are joined on the host, so no device needs memory for the whole tensor.
         ownership = self._ownership
-        lanes, shape = ownership.lanes, ownership.whole_shape(name)
+        lanes, shape = ownership.lanes, ownership.shapes[name]
         if name not in ownership.cut or not isinstance(value, Tensor):
             return value
         if value.shape != lanes.part_shape(name, shape, self._session.rank):

@@ -22,6 +22,7 @@ from ...devices.collectives import wire_device
 from ...devices.host import TORCH_DEVICE as HOST
 from ...schema.errors import TargetError
 from .. import peers
+from ..buffers import put_back
 from ..checkpoints.checkpoint import shapes_of
 from ..group import Place
 from ..initial_values import fill, forget, initial_value
@@ -38,12 +39,8 @@ PIECE_BYTES = 25 << 20
 def broadcast(tensor: Tensor, wire: torch.device, *, src: int, sends: bool, keeps: bool) -> None:
     """Send one worker's values to all workers. Call it on all of them.
 
-    Args:
-        tensor: On any device; written to on workers that keep the values.
-        wire: Device that the collectives' backend sends from.
-        src: The rank that has the values.
-        sends: Whether this worker is that rank.
-        keeps: Whether this worker wants the values.
+    It is written to on those that keep the values. ``wire`` is where the collectives' backend sends
+    from, and ``src`` the rank that sends.
     """
     dense = tensor.contiguous() if sends or keeps else None
     at = 0
@@ -59,17 +56,10 @@ def broadcast(tensor: Tensor, wire: torch.device, *, src: int, sends: bool, keep
 def stream(
     tensor: Tensor | None, dtype: torch.dtype, shape: Sequence[int], wire: torch.device, *, src: int
 ) -> Iterator[Tensor]:
-    """Send one worker's values to all workers, piece by piece. Iterate to the end on all of them.
+    """Yield one worker's values on all, as flat pieces in order. Iterate it to the end on all.
 
-    Args:
-        tensor: The values, on any device; None on the other workers.
-        dtype: The values' dtype.
-        shape: The tensor's shape.
-        wire: Device that the collectives' backend sends from.
-        src: The rank that has the values.
-
-    Yields:
-        Flat pieces, in order.
+    They are on any device, and None on the other workers. ``wire`` is where the collectives'
+    backend sends from.
     """
     flat = None if tensor is None else tensor.detach().contiguous().view(-1)
     length = max(1, PIECE_BYTES // dtype.itemsize)
@@ -83,15 +73,21 @@ def stream(
         yield passing
 
 
+def sent_by(rank: int, name: str, tensor: Tensor, shape: Sequence[int], place: Place) -> InPieces:
+    """A tensor as a rank has it, sent to all workers. Iterate its pieces on all of them."""
+    pieces = iter([tensor])
+    if place.distributed:
+        own, wire = tensor if place.rank == rank else None, wire_device(place.device)
+        pieces = stream(own, tensor.dtype, shape, wire, src=rank)
+    return InPieces(name, tensor.dtype, tuple(shape), pieces)
+
+
 def in_buckets(
     names: Sequence[str], bytes_of: Callable[[str], int], most_bytes: int
 ) -> Iterator[list[str]]:
     """Yield runs of tensors that one collective takes together.
 
-    Args:
-        names: The tensors, in order.
-        bytes_of: Gives a tensor's bytes by its name.
-        most_bytes: Limit of a run; a tensor that is larger is a run of its own.
+    A tensor of more than ``most_bytes`` is a run of its own.
     """
     bucket: list[str] = []
     filled = 0
@@ -119,6 +115,7 @@ class Ownership:
         cut: Of its own, the names of those of which it holds only a part.
         sums: By name, the sets of ranks; each set sums the gradients among its ranks.
         stages: By name, the stages that use the parameter.
+        shapes: Those of whole parameters, by name, whichever worker holds them.
         described: Dtypes and shapes of all parameters, by name.
         device_of_whole: Device of the whole model after ``gather``.
     """
@@ -148,7 +145,7 @@ class Ownership:
         self._others = {id(p) for name, p in parameters.items() if name not in self.own}
         self.first = {name for name, holders in self.holders.items() if rank == holders[0]}
         self.described = shapes_of(parameters)
-        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._is_whole, self._is_cut = True, False
         self.cut = {name for name in self.own if lanes.is_cut(name, rank)}
         self.sums = {name: lanes.sums(name, holders) for name, holders in self.holders.items()}
@@ -180,7 +177,7 @@ class Ownership:
 
     def own_part(self, name: str, value: Any) -> Any:
         """This worker's part of a parameter, or of an optimizer's state of the same shape."""
-        is_whole = isinstance(value, Tensor) and value.shape == self._shapes[name]
+        is_whole = isinstance(value, Tensor) and value.shape == self.shapes[name]
         if name not in self.cut or not is_whole:
             return value
         return self.lanes.part(name, value, self._place.rank)
@@ -193,11 +190,7 @@ class Ownership:
     def check_held(
         self, used: Sequence[set[nn.Parameter]], ranks: Sequence[tuple[int, ...]]
     ) -> None:
-        """Refuse stages that use other parameters than their workers hold.
-
-        Raises:
-            TargetError: Names the parameter.
-        """
+        """Refuse stages that use other parameters than their workers hold."""
         for stage, members in enumerate(used):
             for name, parameter in self.parameters.items():
                 if parameter in members and not set(ranks[stage]) <= set(self.holders[name]):
@@ -227,7 +220,7 @@ class Ownership:
 
     def held_bytes(self, name: str) -> dict[int, int]:
         """Rank -> bytes of a parameter, or of its part of it, on every rank that holds some."""
-        shape, size = self._shapes[name], self.parameters[name].element_size()
+        shape, size = self.shapes[name], self.parameters[name].element_size()
         found: dict[int, int] = {}
         for rank in self.holders[name]:
             own = shape
@@ -235,10 +228,6 @@ class Ownership:
                 own = self.lanes.part_shape(name, shape, rank)
             found[rank] = own.numel() * size
         return found
-
-    def whole_shape(self, name: str) -> torch.Size:
-        """The shape of a whole parameter, whichever worker holds it."""
-        return self._shapes[name]
 
     def gather(self) -> None:
         """Bring the whole model to every worker: to its device, or to its host if it does not fit.
@@ -267,7 +256,7 @@ class Ownership:
             return
         parts = []
         for source in self.lanes.group(first):
-            shape = self.lanes.part_shape(name, self._shapes[name], source)
+            shape = self.lanes.part_shape(name, self.shapes[name], source)
             own = self.own_part(name, self.parameters[name].data)
             part = own if source == rank else own.new_empty(shape, device=value.device)
             broadcast(part, wire, src=source, sends=source == rank, keeps=True)
@@ -287,19 +276,15 @@ class Ownership:
 
     def values_of(self, name: str) -> InPieces:
         """A parameter's values, sent by its first holder. Iterate them on all workers."""
-        parameter, first = self.parameters[name], self.holders[name][0]
-        shape, wire = self._shapes[name], wire_device(self._place.device)
+        parameter, first, shape = self.parameters[name], self.holders[name][0], self.shapes[name]
         if self.lanes.is_cut(name, first):
-            return InPieces(name, parameter.dtype, tuple(shape), self._joined(name, wire))
-        sent = parameter if self._place.rank == first else None
-        pieces = stream(sent, parameter.dtype, shape, wire, src=first)
-        if not self._place.distributed:
-            pieces = iter([parameter])
-        return InPieces(name, parameter.dtype, tuple(shape), pieces)
+            return InPieces(name, parameter.dtype, tuple(shape), self._joined(name))
+        return sent_by(first, name, parameter, shape, self._place)
 
-    def _joined(self, name: str, wire: torch.device) -> Iterator[Tensor]:
+    def _joined(self, name: str) -> Iterator[Tensor]:
         """Yield a cut parameter's whole value, which is freed after it was read."""
-        value = torch.empty(self._shapes[name], dtype=self.parameters[name].dtype, device=wire)
+        wire = wire_device(self._place.device)
+        value = torch.empty(self.shapes[name], dtype=self.parameters[name].dtype, device=wire)
         self._spread(name, value, wire)
         yield value
 
@@ -324,7 +309,7 @@ class Ownership:
 
     def _empty_rest(self, device: torch.device) -> dict[str, Tensor]:
         return {
-            name: torch.empty(self._shapes[name], dtype=parameter.dtype, device=device)
+            name: torch.empty(self.shapes[name], dtype=parameter.dtype, device=device)
             for name, parameter in self.parameters.items()
             if name not in self.own or name in self.cut
         }
@@ -364,8 +349,7 @@ def shapes_on(
         for parameter, value, gradient in values:
             parameter.data = value
             parameter.grad = gradient
-        for module, key, buffer in buffers:
-            module._buffers[key] = buffer
+        put_back(buffers)
 
 
 def _show_shapes(buffers: Sequence[Buffer], device: torch.device) -> None:
@@ -426,7 +410,7 @@ def broadcast_parts(
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> list[Buffer]:
-    """Put copies of buffers of other devices on a device; return the originals and places."""
+    """Put copies of buffers of other devices on a device; the originals, for ``put_back``."""
     before: list[Buffer] = []
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -435,9 +419,3 @@ def move_buffers(model: nn.Module, device: torch.device) -> list[Buffer]:
                 before.append((module, name, value))
                 module._buffers[name] = made.setdefault(id(value), value.to(device))
     return before
-
-
-def put_back(buffers: Sequence[Buffer]) -> None:
-    """Undo ``move_buffers``."""
-    for module, name, value in buffers:
-        module._buffers[name] = value

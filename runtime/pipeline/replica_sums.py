@@ -101,8 +101,6 @@ class ReplicaSums:
     ``finish``. Before ``finish`` a parameter without ``grad`` was used by no pass of this worker.
 
     Args:
-        ownership: The parameters, and which ranks hold each.
-        rank: This worker's.
         group_of: The process group of each set of ranks with several members.
         told: Says which parameters have a gradient on some worker. None: the buckets carry that.
         owners: Name -> the only rank that gets a parameter's sum; others give it to all.
@@ -179,10 +177,8 @@ class ReplicaSums:
     def enter(self, operation: Operation, *, is_stretched: bool) -> None:
         """Begin a backward pass, or a half of one that makes gradients of parameters.
 
-        Args:
-            operation: The pass.
-            is_stretched: Whether an emulated device makes it longer. Its gradients then count as
-                ready when it ends.
+        ``is_stretched``: an emulated device makes it longer, and its gradients count as ready when
+        it ends.
         """
         stage = operation.stage
         if self._last.get(stage) is operation:
@@ -281,7 +277,7 @@ class ReplicaSums:
     def _summed_shape(self, name: str) -> torch.Size:
         lanes, ownership = self._ownership.lanes, self._ownership
         if lanes.adds_whole(name, ownership.holders[name]):
-            return ownership.whole_shape(name)
+            return ownership.shapes[name]
         return ownership.parameters[name].shape
 
     def _summed_bytes(self, name: str) -> int:

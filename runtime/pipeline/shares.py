@@ -14,7 +14,6 @@ one owner in each position, and these add up their sums.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -111,8 +110,6 @@ class StageShares(Units):
     Make it when the first worker of each group has the weights' values; the others need none.
 
     Args:
-        session: The state that the parts of the job share.
-        ownership: Which workers hold which parameters.
         stages: All stages of the plan.
         parts: The modules of this worker's, by their number.
         shares: [workers] of their stages' states, in any unit.
@@ -197,23 +194,18 @@ class StageShares(Units):
         self._own_hooks = Hooks()
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
-                self._own_hooks.add(parameter, partial(self._take, index))
-        self._keep_slices(session.optimizers)
-        self.free()
-
-    def _keep_slices(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Keep this worker's slices of states that optimizers have before the first step."""
-        for optimizer in optimizers:
-            for name, parameter in zip(self._names, self._parameters, strict=True):
+                self._own_hooks.add(parameter, lambda _, index=index: self._now_came.add(index))
+        for (
+            optimizer
+        ) in session.optimizers:  # slices of states that are there before the first step
+            for name, parameter in zip(names, self._parameters, strict=True):
                 held = optimizer.state.get(parameter, {})
                 held.update({key: self.own_part(name, value) for key, value in held.items()})
+        self.free()
 
     def _enter(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         found = self.before(name, values, {})
         return values if found is None else found[0]
-
-    def _take(self, index: int, _: Tensor) -> None:
-        self._now_came.add(index)
 
     # A step
 
@@ -331,10 +323,7 @@ tensor-parallel group counts in sums, dtype, whether it is trained."""
 
 
 def _asked(
-    shares: Sequence[int],
-    ranks: Holders,
-    owners: Holders,
-    sizes: Mapping[_Kind, int],
+    shares: Sequence[int], ranks: Holders, owners: Holders, sizes: Mapping[_Kind, int]
 ) -> list[int]:
     """[sharers] what each is to hold: of tied weights as much; of others what its share leaves."""
     if owners:

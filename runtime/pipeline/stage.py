@@ -22,12 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from ...devices.collectives import wire_device
 from ...schema.errors import TargetError
 from .. import peers
-from ..buffers import AllReduce, BufferSlot, VirtualNodeBuffers, buffer_places
+from ..buffers import AllReduce, BufferSlot, VirtualNodeBuffers, buffer_places, buffers_apart
 from ..group import Place, subgroup
 from ..nested_tensors import InPieces, storage_key, zeros_for
 from .cores import AttentionCores
 from .cut import StageModule, may_be_written
-from .ownership import Holders, broadcast, stream
+from .ownership import Holders, broadcast, sent_by
 
 # A backward pass in two halves, as zero-bubble schedules run it (Qi et al. 2024, section 2).
 #
@@ -111,7 +111,8 @@ def backward_input(
     above = _Above([edge.node for edge in edges], inputs, weights)
     if not above.nodes:
         return (None,) * len(inputs), None
-    starts = {node: _Start(node, found) for node, found in above.starts()}
+    # The operators that lead to an input, and beside that to weights.
+    starts = {n: _Start(n, above.weights[n]) for n in above.nodes if above.weights[n]}
     # A result that depends on weights but on no input is not reached by the first half: its given
     # gradient is noted here, at its place among the operator's results.
     for edge, gradient in zip(edges, gradients or (), strict=False):
@@ -148,10 +149,6 @@ class _Above:
                 self.nodes.add(node)
             led = [self.weights[other] for other in behind if other not in self.nodes]
             self.weights.setdefault(node, set()).update(*led)
-
-    def starts(self) -> Iterator[tuple[Node, set[Tensor]]]:
-        """The operators that lead to an input, and beside that to weights; and these weights."""
-        return ((node, self.weights[node]) for node in self.nodes if self.weights[node])
 
 
 def _leaves_first(roots: Sequence[Node]) -> Iterator[Node]:
@@ -253,10 +250,7 @@ def buffer_holders(
 ) -> dict[str, Holders]:
     """The ranks that hold each buffer, by name; all hold what no stage uses (a loss may use it).
 
-    Args:
-        model: The whole model.
-        parts: The stages.
-        ranks: [stages] the ranks of each.
+    ``ranks`` are [stages] those of each.
     """
     found: dict[str, Holders] = {}
     everyone = tuple(sorted({rank for of_stage in ranks for rank in of_stage}))
@@ -383,13 +377,8 @@ class StageBuffers(VirtualNodeBuffers):
 
     def values_of(self, name: str) -> InPieces:
         """A buffer's values, sent by its first holder. Iterate them on all workers."""
-        value, first = self.all()[name], self._holders[name][0]
-        sent = value if self._place.rank == first else None
-        pieces = iter([value])
-        if self._place.distributed:
-            wire = wire_device(self._place.device)
-            pieces = stream(sent, value.dtype, value.shape, wire, src=first)
-        return InPieces(name, value.dtype, tuple(value.shape), pieces)
+        value = self.all()[name]
+        return sent_by(self._holders[name][0], name, value, value.shape, self._place)
 
     def merged(self, all_reduce: AllReduce | None) -> dict[str, Tensor]:
         """The merged values of this worker's buffers that a pass has changed on any worker."""
@@ -551,9 +540,7 @@ class StageRunner:
     def backward(self, microbatch: int, gradients: tuple[Any, ...] | None) -> tuple[Any, ...]:
         """Run the whole backward pass; parameters' gradients add up in their leaves.
 
-        Args:
-            microbatch: Number of the microbatch.
-            gradients: Gradients of the results, in order; None for a loss.
+        The gradients are of the results, in order; None for a loss.
 
         Returns:
             Gradients of the stage's inputs, in order; None for an input without one.
@@ -617,17 +604,13 @@ class _KeptBuffers:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
-        self._before: list[dict[str, Tensor | None]] = []
 
-    def __enter__(self) -> None:
-        self._before = [dict(module._buffers) for module in self._modules]
-        for module in self._modules:
-            for name, value in module._buffers.items():
-                module._buffers[name] = None if value is None else value.clone()
+    def __enter__(self) -> None:  # again for each of several backward passes
+        self._apart = buffers_apart(self._modules)
+        self._apart.__enter__()
 
-    def __exit__(self, *raised: object) -> None:
-        for module, buffers in zip(self._modules, self._before, strict=True):
-            module._buffers.update(buffers)
+    def __exit__(self, *raised: Any) -> None:
+        self._apart.__exit__(*raised)
 
 
 def _root(result: Tensor) -> Tensor | GradientEdge:

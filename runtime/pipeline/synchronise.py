@@ -26,6 +26,7 @@ from ...schema.schedule import Operation
 from .. import peers
 from ..gradients import have_no_gradients
 from ..group import Place, subgroup
+from ..nested_tensors import plain as numbers_of
 from ..totals import LateValues, check_has_graph, is_one_number, loss_and_weight, weight_number
 from .norms import (
     NORMS,
@@ -115,10 +116,10 @@ class Synchroniser:
         ]
         # Collectives may go from device to device, so that no host need wait for its own.
         carrier = place.device if transport is None else transport.device
-        is_on_device = not backend_of(carrier).is_host
+        self.stays_on_device = not backend_of(carrier).is_host
         self._columns = Columns(
             [self._tellers(name, gets[name][0], work) for name, _ in self._parameters],
-            place.device if is_on_device else torch.device(HOST),
+            place.device if self.stays_on_device else torch.device(HOST),
         )
         # Norms that a worker asks for: of parameters elsewhere, and of those held in parts.
         self._asks_of = [
@@ -142,7 +143,7 @@ class Synchroniser:
         self._tells_loss = ownership.lanes.lane(place.rank) == 0
         self._on_device: DeviceSums | None = None
         length = _HEAD + NUM_ROWS * len(self._columns) if self._tells else _NUM_TOLD
-        if is_on_device:
+        if self.stays_on_device:
             self._on_device = DeviceSums(place, tellers, self._columns, self._told)
             length = _HEAD + len(self._parameters)
         self._exchange = VectorSums(transport, place.world_size, length)
@@ -193,11 +194,6 @@ class Synchroniser:
         self._num_samples = 0
         self._losses: list[_Taken] = []
 
-    @property
-    def stays_on_device(self) -> bool:
-        """Whether numbers stay on the device until they are asked for."""
-        return self._on_device is not None
-
     def _owners(self, keepers: Mapping[str, Holders]) -> dict[str, int]:
         """Name -> the only rank of this worker's sum of a gradient that gets it."""
         owners = {}
@@ -233,10 +229,7 @@ class Synchroniser:
     def add(self, answer: Any, num_samples: int, *, scales: bool) -> Tensor | None:
         """Take a microbatch's loss on the last stage.
 
-        Args:
-            answer: The result of the script's function; see ``losses.loss_and_weight``.
-            num_samples: Samples of the microbatch.
-            scales: Whether to scale the loss by its share of the global batch (flushes only).
+        With ``scales`` the loss is scaled by its share of the global batch (flushes only).
 
         Returns:
             The tensor [] to differentiate; None for a loss of weight 0.
@@ -421,7 +414,8 @@ class Synchroniser:
             sums[_WEIGHT] += own
             sums[_WEIGHTED] += weighted
         if self._on_device is None:
-            for value, (_, own, _) in zip(_numbers(self._losses), self._losses, strict=True):
+            losses = numbers_of(loss for loss, _, _ in self._losses)
+            for value, (_, own, _) in zip(losses, self._losses, strict=True):
                 sums[_LOSS] += value * own
         return sums
 
@@ -477,12 +471,3 @@ class Synchroniser:
             known[_STOP] = 0.0  # what was asked for before the checkpoint has been obeyed
             known = known.to(self._place.device) if self.stays_on_device else known
         self._late = None if known is None else (None, known)
-
-
-def _numbers(taken: Sequence[_Taken]) -> list[float]:
-    """The losses as numbers; those of a device with one wait for it."""
-    losses = [loss.reshape(()) for loss, _, _ in taken if isinstance(loss, Tensor)]
-    if len(losses) == len(taken):
-        found: list[float] = torch.stack(losses).tolist()
-        return found
-    return [float(loss) for loss, _, _ in taken]

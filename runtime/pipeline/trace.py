@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -354,7 +353,7 @@ def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel
         }
         return exported_layers(model, inputs, trace.constants or {})
     graph, whole = _trace(model)
-    shared = of_inputs(graph, lambda name: reduce(getattr, name.split("."), model))
+    shared = of_inputs(graph, lambda name: operator.attrgetter(name)(model))
     outside = ("placeholder", "get_attr", "output")
     _unpack_at_once(model, graph, shared)
     nodes = [node for node in graph.nodes if node.op not in outside and node not in shared]

@@ -497,7 +497,6 @@ class Transport:
     """The process groups of one worker.
 
     Attributes:
-        rank: This worker's rank.
         up: All workers, on their CPUs; for messages to higher ranks.
         down: All workers, on their CPUs; for messages to lower ranks.
         device: Device of the payloads.
@@ -537,7 +536,6 @@ class Routes:
     Each worker sends its part of a value (channels.py), to all whose parts overlap with it.
 
     Attributes:
-        rank: This worker's rank.
         groups: [groups] the ranks of each group.
     """
 
@@ -619,8 +617,7 @@ def connect(
 def channels_of(stages: Sequence[Sequence[Sequence[int]]]) -> list[Channel]:
     """Every channel that a schedule over these stages may use, sorted.
 
-    Args:
-        stages: [stages] the tensor-parallel groups that hold each stage, as ranks.
+    ``stages`` are [stages] the tensor-parallel groups that hold each, as ranks.
     """
     found: set[Channel] = set()
     for here, there in zip(stages[:-1], stages[1:], strict=True):
