@@ -203,21 +203,24 @@ def _run(operation: _Operation, resolved: Callable[[_Ref], Tensor]) -> list[Tens
 
 
 def _on_host(arguments: Any, resolved: Callable[[_Ref], Tensor]) -> Any:
-    found = _mapped(arguments, _Ref, resolved)
-    found = _mapped(found, _Given, _Given.value)
-    return _mapped(found, torch.device, lambda device: _HOST if device == _META else device)
+    def real(value: Any) -> Any:
+        if isinstance(value, _Ref):
+            return resolved(value)
+        if isinstance(value, _Given):
+            return value.value()
+        return _HOST if value == _META else value
+
+    return _mapped(arguments, (_Ref, _Given, torch.device), real)
 
 
-def _mapped(values: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Nested values with each object of a kind replaced; a ref is a tuple, but no nest."""
-    if isinstance(values, kind):
+def _mapped(values: Any, kinds: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
+    """Nested values with each object of some kinds replaced."""
+    if isinstance(values, kinds):
         return change(values)
-    if isinstance(values, _Ref):
-        return values
     if isinstance(values, dict):
-        return {key: _mapped(value, kind, change) for key, value in values.items()}
+        return {key: _mapped(value, kinds, change) for key, value in values.items()}
     if isinstance(values, list | tuple):
-        found = [_mapped(value, kind, change) for value in values]
+        found = [_mapped(value, kinds, change) for value in values]
         return type(values)(*found) if hasattr(values, "_fields") else type(values)(found)
     return values
 
@@ -225,7 +228,7 @@ def _mapped(values: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 def _tensors_in(values: Any, depth: int = 0) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
-    if isinstance(values, _Ref) or depth > _DEEPEST:
+    if depth > _DEEPEST:
         return []
     if isinstance(values, dict):
         values = list(values.values())
@@ -335,12 +338,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return found
 
 
-def _by_identity() -> MutableMapping[Tensor, Any]:
-    """An empty mapping that holds its tensors weakly, and tells them apart by identity."""
-    made: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
-    return made
-
-
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """The tape and name of a value that was not computed yet."""
@@ -351,13 +348,13 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Blocks:
-    """The blocks of this process."""
+    """The blocks of this process. Tensors are held weakly, and told apart by identity."""
 
     tapes: list[Tape] = field(default_factory=list)
     # Of each parameter made in a block, the number of writes to it in the block.
-    versions: MutableMapping[Tensor, int] = field(default_factory=_by_identity)
+    versions: MutableMapping[Tensor, int] = field(default_factory=WeakIdKeyDictionary)
     # The parameters that ``settle`` has taken, and that were not filled in yet.
-    waiting: MutableMapping[Tensor, _Waiting] = field(default_factory=_by_identity)
+    waiting: MutableMapping[Tensor, _Waiting] = field(default_factory=WeakIdKeyDictionary)
 
 
 _BLOCKS = _Blocks()
@@ -468,8 +465,7 @@ def _waiting_of(tensor: Tensor, name: str) -> _Waiting:
             before = _BLOCKS.versions.get(tensor)
             if before is not None and before != tensor._version:
                 raise TargetError(
-                    f"{name} was written after the block of hf.deferred()",
-                    hint=_INSIDE,
+                    f"{name} was written after the block of hf.deferred()", hint=_INSIDE
                 )
             return _Waiting(tape, ref)
     what = "optimizer" if name.startswith(_STATE) else "model"

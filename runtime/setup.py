@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -93,10 +93,7 @@ def _refuse_shards(said: str) -> None:
 
 
 def place_model(
-    model: nn.Module,
-    config: LaunchConfig | None,
-    asked: torch.device | str | None,
-    local_rank: int,
+    model: nn.Module, config: LaunchConfig | None, asked: torch.device | str | None, local_rank: int
 ) -> torch.device | None:
     """The device that a script chose: by argument, or under plain python by the model's device."""
     if asked is not None:
@@ -210,11 +207,7 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, parameters: Iterable[
 
 
 def check_same_shapes(named: dict[str, Tensor], place: Place) -> None:
-    """Check that all workers built the same tensors; call it on all of them.
-
-    Raises:
-        TargetError: Names, dtypes or shapes differ.
-    """
+    """Check that all workers built the same tensors; call it on all of them."""
     text = "".join(f"{name}\0{t.dtype}\0{tuple(t.shape)}\n" for name, t in named.items())
     digest = hashlib.sha256(text.encode()).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.int64)
@@ -328,15 +321,9 @@ def refuse_saving(
     A model is whole after ``job.sync_buffers()``. An optimizer never is; after the job a script is
     warned, as it may save its model in the same call. A copy of the model is its owner's.
 
-    Args:
-        model: The script's model.
-        optimizers: The script's.
-        lacks: Whether this worker now lacks numbers of a module, or of one within it.
-        is_part: Whether it now has a part of an optimizer's state only.
-        is_finished: Whether the job is over.
-
-    Returns:
-        The hooks on modules.
+    ``lacks`` says whether this worker now lacks numbers of a module, or of one within it, and
+    ``is_part`` whether it has a part of an optimizer's state only. The hooks on modules are
+    returned.
     """
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -431,17 +418,11 @@ def beyond_masters(
 
 
 def warning_of(
-    optimizers: Sequence[optim.Optimizer],
-    counted: OptimizerState | None,
-    *,
-    masters: bool = False,
+    optimizers: Sequence[optim.Optimizer], counted: OptimizerState | None, *, masters: bool = False
 ) -> str | None:
     """The warning for a user whose optimizers keep more state than the plan counted.
 
-    Args:
-        optimizers: The script's.
-        counted: What the plan counts.
-        masters: See ``keeps_masters``.
+    ``counted`` is what the plan counts; for ``masters`` see ``keeps_masters``.
 
     Returns:
         The warning; None where the optimizers keep no more, or where that cannot be known before a
@@ -486,27 +467,24 @@ def state_ratio(optimizers: Sequence[optim.Optimizer]) -> float | None:
     """
     weights = kept = 0.0
     for optimizer in optimizers:
-        kind = type(optimizer)
         if not is_elementwise(optimizer):
             return None
         for group in optimizer.param_groups:
             size = sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
             weights += size
-            kept += size * _ratio_of(kind, group)
+            probe, trial = probe_of(type(optimizer), {**group, "lr": 0.0}, [_NUMBERS])
+            with on_trial():
+                probe.step()
+            tensors = [value for value in probe.state[trial].values() if isinstance(value, Tensor)]
+            kept += size * sum(t.nbytes for t in tensors if t.dim()) / trial.nbytes
     return kept / weights if weights else None
 
 
-def _ratio_of(kind: type[optim.Optimizer], group: dict[str, Any]) -> float:
-    known = inspect.signature(kind).parameters
-    settings = {
-        key: value for key, value in group.items() if key in known and key not in ("params", *_HOW)
-    }
-    settings["lr"] = 0.0
-    probe = nn.Parameter(torch.zeros(_NUMBERS))
-    probe.grad = torch.zeros(_NUMBERS)
-    small: Any = kind([probe], **settings)
-    with on_trial():
-        small.step()
-    tensors = [value for value in small.state[probe].values() if isinstance(value, Tensor)]
-    kept = sum(t.numel() * t.element_size() for t in tensors if t.dim())
-    return kept / (_NUMBERS * probe.element_size())
+def probe_of(
+    kind: type[optim.Optimizer], group: Mapping[str, Any], shape: Sequence[int]
+) -> tuple[Any, nn.Parameter]:
+    """An optimizer with a group's settings, of one parameter of zeros on the host; and that."""
+    takes = inspect.signature(kind).parameters.keys() - {"params", *_HOW}
+    trial = nn.Parameter(torch.zeros(tuple(shape)))
+    trial.grad = torch.zeros_like(trial)
+    return kind([trial], **{name: group[name] for name in group if name in takes}), trial

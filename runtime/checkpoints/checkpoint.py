@@ -509,10 +509,7 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
 def read(path: Path, *, is_mapped: bool = False) -> Checkpoint:
     """Read a checkpoint; verify its checksums and its form.
 
-    Args:
-        path: Its folder.
-        is_mapped: Whether tensors are views of the file, which nothing may write to; else they are
-            in memory of their own.
+    With ``is_mapped`` tensors are views of the file, which nothing may write to.
 
     Raises:
         BrokenCheckpoint: Something is missing, cut short or changed.
@@ -521,7 +518,7 @@ def read(path: Path, *, is_mapped: bool = False) -> Checkpoint:
     body = read_manifest(path)
     # A bytearray, because tensors are views of it: torch warns of memory that it may not write.
     file = path / "tensors.bin"
-    data = _mapped(file) if is_mapped else bytearray(_content(file))
+    data = _content(file, is_mapped=True) if is_mapped else bytearray(_content(file))
     if len(data) != body["tensors_bytes"]:
         raise BrokenCheckpoint(f"tensors.bin has {len(data)} of {body['tensors_bytes']} bytes")
     if hashlib.sha256(data).hexdigest() != body["tensors_sha256"]:
@@ -561,23 +558,16 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return found
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, *, is_mapped: bool = False) -> Any:
+    """A file's bytes; mapped, as memory that no system counts as used: its pages are the disk's."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):  # reading a pipe would wait for ever
             raise BrokenCheckpoint(f"{path.name} is no file")
-        return path.read_bytes()
-    except OSError as error:
-        raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from None
-
-
-def _mapped(path: Path) -> mmap.mmap | bytes:
-    """A file's content as memory that no system counts as used: its pages are the disk's."""
-    try:
+        if not is_mapped or not facts.st_size:
+            return path.read_bytes()
         with path.open("rb") as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise BrokenCheckpoint(f"{path.name} is no file")
-            size = os.fstat(stream.fileno()).st_size
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from None
 
@@ -625,10 +615,7 @@ def remove_old(folder: Path, final: Path, is_good: Callable[[Path], bool]) -> No
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move all checkpoints into a new folder beside the coming ones.
-
-    Returns:
-        The new folder; None if there were no checkpoints.
+    """Move all checkpoints into a new folder beside the coming ones: that; None if there were none.
 
     Raises:
         FileError: They cannot be moved.

@@ -75,13 +75,8 @@ def write(
     Once all parts of the run are there, what another run left of the same step is removed: parts
     in another number, which this run could not use.
 
-    Args:
-        folder: The folder of all checkpoints.
-        header: Plain values; ``step``, ``part`` and ``num_parts`` name the part, and ``run`` is
-            equal in all parts of one run.
-        encoded: The state, from ``encode``.
-        tensors: The state's tensors, on the host.
-        broken: Checkpoints known to be unusable; they do not count as kept.
+    The arguments are those of ``checkpoint.write``. The header has ``part`` and ``num_parts`` too,
+    and ``run``, which is equal in all parts of one run.
 
     Raises:
         FileError: The disk is full, or the folder cannot be written.

@@ -9,7 +9,7 @@ import copy
 import gc
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +25,10 @@ from ..buffers import VirtualNodeBuffers
 from ..engine import StateParts
 from ..log import log
 from ..session import Position, Session
+from ..setup import probe_of
 from ..unplanned import on_trial
 from ..worker import ScriptRun
-from .checkpoint import Checkpoint, shape_difference, shape_text
+from .checkpoint import Checkpoint, shape_difference, shapes_of
 
 # The errors that load_state_dict raises for a state of another object, or of none.
 _MISFITS = (
@@ -39,13 +40,8 @@ _HINT = "give the checkpoint's own script and model, or another {checkpoint} fol
 def check_buffers(
     path: Path, saved: dict[str, Any], own: Mapping[str, Tensor], needed: Collection[str]
 ) -> None:
-    """Refuse buffers of another model.
-
-    Raises:
-        TargetError: Names the first difference, in one line.
-    """
-    theirs = {name: shape_text(value) for name, value in saved["base"].items()}
-    ours = {name: shape_text(value) for name, value in own.items()}
+    """Refuse buffers of another model."""
+    theirs, ours = shapes_of(saved["base"]), shapes_of(own)
     for name in [*ours, *theirs]:
         there, here = theirs.get(name, "absent"), ours.get(name, "absent")
         is_unread = name not in theirs and name not in needed
@@ -71,12 +67,9 @@ def load_optimizers(
 ) -> None:
     """Load the optimizers' states, and check that the optimizers can continue with them.
 
-    Args:
-        path: The checkpoint, for error messages.
-        optimizers: The script's optimizers; if there are none, nothing is loaded.
-        loads: [optimizers] functions that load one state: the optimizer's own
-            ``load_state_dict``, or one that loads a share of it.
-        saved: The saved states, from ``optimizers.state_of``.
+    ``loads`` are [optimizers] functions that load one state each, or a share of it. The saved
+    states are from ``setup.state_of``, and the path is for error messages. Without optimizers
+    nothing is loaded.
 
     Raises:
         TargetError: They belong to other optimizers, or to another number of them.
@@ -198,20 +191,25 @@ def _difference(own: Any, saved: Any, where: str = "state") -> str | None:
     if kind != found and (kind, found) != ("flag", "number"):
         return f"{where} is a {type(saved).__name__} there and a {type(own).__name__} here"
     if kind == "mapping":
-        pairs = [(f"{where}.{key}", own[key], saved[key]) for key in own if key in saved]
         # A scheduler's outermost entries differ between versions of torch, also of inner ones.
         is_outermost = where == "state" or "_schedulers" in where
         if type(own) is dict and not is_outermost and own.keys() != saved.keys():
             return f"{where} has other entries there than here"
-    elif kind == "sequence":
-        both = zip(own, saved, strict=False)
-        pairs = [(f"{where}[{number}]", *pair) for number, pair in enumerate(both)]
-        if isinstance(own, tuple) and len(own) != len(saved):
-            return f"{where} has {len(saved)} entries there and {len(own)} here"
-    else:
-        return None
-    found_there = (_difference(here, there, place) for place, here, there in pairs)
+    elif isinstance(own, tuple) and len(own) != len(saved):
+        return f"{where} has {len(saved)} entries there and {len(own)} here"
+    found_there = (
+        _difference(here, there, place) for place, here, there in _both(own, saved, where)
+    )
     return next(filter(None, found_there), None)
+
+
+def _both(own: Any, saved: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
+    """The path of each entry that two nests have, with its values; none of what are no nests."""
+    if isinstance(own, Mapping) and isinstance(saved, Mapping):
+        yield from ((f"{where}.{key}", own[key], saved[key]) for key in own if key in saved)
+    elif isinstance(own, list | tuple) and isinstance(saved, list | tuple):
+        for number, pair in enumerate(zip(own, saved, strict=False)):
+            yield f"{where}[{number}]", *pair
 
 
 def _changed_option(own: Any, saved: Any, where: str = "state") -> str | None:
@@ -221,15 +219,9 @@ def _changed_option(own: Any, saved: Any, where: str = "state") -> str | None:
     if _kind(own) == "flag":
         changed = _kind(saved) in ("flag", "number") and bool(saved) != own
         return f"{where} is {bool(saved)} there and {own} here" if changed else None
-    pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(own, Mapping) and isinstance(saved, Mapping):
-        shared = [key for key in own if key in saved]
-        public = [key for key in shared if key == "_schedulers" or not str(key).startswith("_")]
-        pairs = [(f"{where}.{key}", own[key], saved[key]) for key in public]
-    elif isinstance(own, list | tuple) and isinstance(saved, list | tuple):
-        both = zip(own, saved, strict=False)
-        pairs = [(f"{where}[{number}]", *pair) for number, pair in enumerate(both)]
-    found = (_changed_option(here, there, place) for place, here, there in pairs)
+    if isinstance(own, Mapping):
+        own = {k: v for k, v in own.items() if k == "_schedulers" or not str(k).startswith("_")}
+    found = (_changed_option(here, there, place) for place, here, there in _both(own, saved, where))
     return next(filter(None, found), None)
 
 
@@ -314,14 +306,7 @@ def _state_after_a_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], num_dimensions: int
 ) -> dict[str, Any] | None:
     """The state that one of torch's optimizers keeps after a step; ValueError of bad settings."""
-    takes = inspect.signature(type(optimizer)).parameters
-    settings = {name: value for name, value in group.items() if name in takes and name != "params"}
-    # The trial runs on the host, whatever device the real parameters are on.
-    settings |= {name: None for name in ("foreach", "fused") if name in settings}
-    settings |= {"capturable": False} if "capturable" in settings else {}
-    trial = nn.Parameter(torch.zeros(_trial_shape(num_dimensions)))
-    trial.grad = torch.zeros_like(trial)
-    probe = type(optimizer)([trial], **settings)
+    probe, trial = probe_of(type(optimizer), group, _trial_shape(num_dimensions))
     try:
         with on_trial():
             probe.step()
@@ -384,11 +369,7 @@ class Progress:
         return self.found is not None
 
     def check(self, found: Checkpoint) -> None:
-        """Refuse a checkpoint of another model or of other virtual nodes.
-
-        Raises:
-            TargetError: Names the first difference, in one line.
-        """
+        """Refuse a checkpoint of another model or of other virtual nodes."""
         check_fits(found, self._parts.describe())
         buffers = self._buffers
         check_buffers(found.path, found.state["buffers"], buffers.all(), buffers.names)
@@ -438,10 +419,8 @@ class Progress:
     def first_step(self, call: int, num_steps: int, length: int) -> int:
         """The step at which to start in the epoch of a call of ``job.batches``.
 
-        Args:
-            call: Number of the call.
-            num_steps: Steps in the epoch; this is returned where the epoch is to be skipped.
-            length: Number of samples in the dataset.
+        It is ``num_steps``, those of the epoch, where the epoch is to be skipped. ``length`` counts
+        the samples of the dataset.
 
         Raises:
             TargetError: The dataset's length has changed.
@@ -512,11 +491,7 @@ class Progress:
 
 
 def check_fits(found: Checkpoint, own: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another model or of other virtual nodes.
-
-    Raises:
-        TargetError: Names the first difference, in one line.
-    """
+    """Refuse a checkpoint of another model or of other virtual nodes."""
     theirs = found.header
     differs = None
     if theirs["virtual_nodes"] != own["virtual_nodes"]:

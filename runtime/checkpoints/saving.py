@@ -240,8 +240,7 @@ class Checkpoints:
 
         Workers that have diverged end here, so that bad state is not saved.
 
-        Args:
-            wait: Whether to wait until the checkpoint is on disk.
+        With ``wait`` it is on disk afterwards.
 
         Raises:
             TargetError: A registered object cannot be saved.
@@ -446,9 +445,6 @@ def _fill_buffers(model: nn.Module, found: Checkpoint) -> None:
 def weights_of(folder: Path) -> dict[str, Tensor]:
     """The parameters and saved buffers of a checkpoint, each once, under the model's names.
 
-    Args:
-        folder: As of ``load_weights``.
-
     Returns:
         Views of the checkpoint's files, which nothing may write to; merged buffers are copies.
 
@@ -460,9 +456,6 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 def state_dicts_of(folder: Path) -> dict[str, Any]:
     """The state of a checkpoint under the keys of ``torch.distributed.checkpoint.state_dict``.
-
-    Args:
-        folder: As of ``load_weights``.
 
     Returns:
         ``model`` and ``optim`` as ``get_state_dict(model, optimizers)`` has them, the settings of
