@@ -34,22 +34,16 @@ def treat(layers: Iterable[nn.Module], how: Activations) -> None:
         kind: Any = type(layer)
         # A treated layer's class is followed by ``_Treated`` and by the layer's own.
         kind = kind.__mro__[2] if issubclass(kind, _Treated) else kind
-        is_kept = how == "kept" or (how == "recomputed" and not _may_run_again(layer))
+        has_norm = any(isinstance(module, _BatchNorm) for module in layer.modules())
+        is_kept = how == "kept" or (how == "recomputed" and has_norm)
         layer.__class__ = kind if is_kept else _treated(kind, how)
-
-
-def _may_run_again(layer: nn.Module) -> bool:
-    return not any(isinstance(module, _BatchNorm) for module in layer.modules())
 
 
 @contextmanager
 def treated(model: nn.Module, how: Activations, blocks: Sequence[str] = ()) -> Iterator[None]:
     """Within the context the activations of a model's blocks are treated so.
 
-    Args:
-        model: The model.
-        how: How.
-        blocks: Names of the blocks; empty for its repeated layers.
+    Without ``blocks`` they are its repeated layers.
 
     Raises:
         TargetError: There are none of which this would change anything.

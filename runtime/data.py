@@ -312,11 +312,7 @@ def other_size(size: object, global_batch_size: object) -> TargetError:
 
 
 def check_in_order(loader: "DataLoader[Any]") -> None:
-    """Refuse a loader whose order is random: outputs must come in order of the samples.
-
-    Raises:
-        TargetError: It shuffles.
-    """
+    """Refuse a loader whose order is random: outputs must come in order of the samples."""
     if isinstance(loader.sampler, RandomSampler | WeightedRandomSampler | SubsetRandomSampler):
         raise TargetError(
             "job.predict gives outputs in order, and this loader shuffles",
@@ -385,12 +381,8 @@ _log = logging.getLogger("hetflow")
 def context_of(num_workers: int, wanted: Any) -> Any:
     """Choose how a loader starts its workers.
 
-    Args:
-        num_workers: The loader's number of workers; 0 starts none.
-        wanted: The loader's ``multiprocessing_context``; None is the process's default.
-
-    Returns:
-        ``wanted``, or a context that forks workers and checks that they start.
+    It is ``wanted`` (None: the default of the process), or a context that forks workers and checks
+    that they start.
     """
     if num_workers == 0:
         return wanted
@@ -802,12 +794,8 @@ PLAIN = (str, bytes, bool, int, float, complex, type(None))
 def rows_of(batch: Any, num_samples: int, start: int, end: int) -> Any:
     """Samples ``start`` to ``end`` of a batch, in its own structure.
 
-    Args:
-        batch: Tensors, arrays and lists with an entry for each sample; dicts, tuples and
-            dataclasses of them. Single numbers and texts are for all samples.
-        num_samples: Samples of the batch.
-        start: The first sample.
-        end: The end, excluded.
+    The batch is tensors, arrays and lists with an entry for each sample, in dicts, tuples and
+    dataclasses. Single numbers and texts are for all samples. ``end`` is excluded.
 
     Raises:
         TargetError: Something in it has no entry for each sample.

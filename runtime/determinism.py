@@ -90,11 +90,7 @@ def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[O
 
 
 def check_level(model: nn.Module, level: Determinism, place: Place) -> None:
-    """Refuse a level that this model cannot hold on these devices, or that was not set up.
-
-    Raises:
-        TargetError: Names the first operators and says what to change.
-    """
+    """Refuse a level that this model cannot hold on these devices, or that was not set up."""
     if level == "none":
         return
     config = place.start.config

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .agreement.agreement import Agreement, SharedTensors
 from .buffers import VirtualNodeBuffers
@@ -174,9 +175,6 @@ class StepEngine(Protocol):
 # An operation is something that all workers do at the same time and in the same order: take a step,
 # draw an order, merge buffers. ``Alone`` (job.py) only calls them; where workers may join and
 # leave, ``Member`` (elastic/member.py) runs them.
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
 
 Answer = TypeVar("Answer")
 

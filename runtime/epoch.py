@@ -3,7 +3,8 @@
 import zlib
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import repeat, starmap
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +38,6 @@ from .engine import Runner
 from .log import log
 from .session import Position, Session
 from .virtual_nodes import slices
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
 
 
 class Epochs:
@@ -264,7 +262,7 @@ class StreamReader:
     def _open(self) -> None:
         source = self._source
         seed_streams(self._session.seed, "stream", self.epoch)
-        self._items = iter(source, _Never()) if self._draws else iter(source)
+        self._items = starmap(source, repeat(())) if self._draws else iter(source)
 
     def _draw(self, step: int) -> Any:
         seed_streams(self._session.seed, "stream", self.epoch, step)
@@ -326,15 +324,6 @@ class StreamReader:
             batch.renew(self._passes(batch.num_samples), self._feed(batch.num_samples))
 
 
-class _Never:
-    """Equals nothing that a function returns."""
-
-    def __eq__(self, other: object) -> bool:
-        return False
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def is_function(source: Any) -> bool:
     """Whether a source draws a batch when it is called."""
     return callable(source) and not isinstance(source, Iterable)
@@ -354,8 +343,7 @@ def check_stream(source: Any, steps: int | None, global_batch_size: int | None) 
         )
     if is_function(source) and steps is None:
         raise TargetError(
-            "a function that draws batches has no end",
-            hint="job.batches(get_batch, steps=1000)",
+            "a function that draws batches has no end", hint="job.batches(get_batch, steps=1000)"
         )
     size = source.batch_size if isinstance(source, DataLoader) else None
     if global_batch_size is not None and size is not None and size != global_batch_size:

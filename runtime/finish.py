@@ -126,12 +126,33 @@ def meet_all(session: Session, run: Callable[[Callable[[], None]], None]) -> Non
 def report(session: Session, digest: Callable[[], str]) -> None:
     """Report the measurements, and the digest of the trained tensors, to the controller.
 
-    Args:
-        session: The job's session.
-        digest: Computes the digest; it is called on all workers, or on none.
+    ``digest`` is called on all workers, or on none.
     """
-    if session.place.start.config is not None:
-        _publish(session.place, _report_of(session, digest()))
+    place = session.place
+    if place.start.config is None:
+        return
+    own = _report_of(session, digest())
+    if place.store is not None:
+        _write_report(place, own)
+    if place.start.run_folder is None or place.rank != 0 or place.start.plan is None:
+        return
+    # Without a controller, rank 0 writes the run record.
+    reports = [own]
+    for rank in range(1, place.world_size):
+        assert place.store is not None
+        reports.append(parse_report(place.store.get(f"report/{rank}")))
+    record = assemble(
+        place.start.plan,
+        reports,
+        status="done",
+        exit_code=0,
+        wall_seconds=time.monotonic() - _STARTED,
+    )
+    try:
+        place.start.run_folder.mkdir(parents=True, exist_ok=True)
+        files.write(place.start.run_folder / "run.json", record, force=True)
+    except (FileError, OSError) as error:
+        log.warning(f"the run record was not written: {error}")
 
 
 def report_when_asked(session: Session) -> None:
@@ -204,30 +225,6 @@ def _write_report(place: Place, own: WorkerReport) -> None:
     place.store.set(f"report/{place.rank}", to_json(own))
 
 
-def _publish(place: Place, own: WorkerReport) -> None:
-    """Give the report to the controller; without a controller, rank 0 writes the run record."""
-    if place.store is not None:
-        _write_report(place, own)
-    if place.start.run_folder is None or place.rank != 0 or place.start.plan is None:
-        return
-    reports = [own]
-    for rank in range(1, place.world_size):
-        assert place.store is not None
-        reports.append(parse_report(place.store.get(f"report/{rank}")))
-    record = assemble(
-        place.start.plan,
-        reports,
-        status="done",
-        exit_code=0,
-        wall_seconds=time.monotonic() - _STARTED,
-    )
-    try:
-        place.start.run_folder.mkdir(parents=True, exist_ok=True)
-        files.write(place.start.run_folder / "run.json", record, force=True)
-    except (FileError, OSError) as error:
-        log.warning(f"the run record was not written: {error}")
-
-
 # The signals that ask a job to save and leave, from its start to its end.
 #
 # The script's own handlers are kept: an earlier handler is called when a job has saved, and is
@@ -289,11 +286,8 @@ class StopRequests:
         """Record a signal, and ask all open jobs that want it to stop."""
         cls._received.append(number)
         for requests in cls._open:
-            requests._take(number)
-
-    def _take(self, number: int) -> None:
-        if number in self._numbers:
-            self._ask()
+            if number in requests._numbers:
+                requests._ask()
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

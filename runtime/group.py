@@ -62,7 +62,6 @@ class Meeting:
     """All workers that are to form one process group.
 
     Args:
-        store: The store that they share.
         device_types: [ranks] the device type of each worker.
         limit_seconds: How long to wait for any worker.
         late_seconds: How long to wait for the value of a worker that has arrived; also after how
@@ -127,11 +126,12 @@ class Meeting:
         for rank in came:
             on_the_way_since.setdefault(rank, now)
         stuck = [rank for rank in came if now - on_the_way_since[rank] > self.late_seconds]
+        who = ""
         if stuck:
             who = f"{self.names(stuck)}, which came to hf.prepare and got no further"
-            raise PeerLostError(f"waited {waited:.0f} s in vain for {who}", timed_out=True)
-        if missing and waited > self.limit_seconds:
+        elif missing and waited > self.limit_seconds:
             who = f"{self.names(missing)}, which did not come to meet the others"
+        if who:
             raise PeerLostError(f"waited {waited:.0f} s in vain for {who}", timed_out=True)
         return [rank for rank in missing if rank not in came]
 

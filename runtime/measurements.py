@@ -344,8 +344,7 @@ class StepClock:
     def end_step(self) -> Mark | None:
         """Mark the end of the step: the script asks for the next batch, or is done.
 
-        Returns:
-            The mark; None where no step is measured.
+        It gives the mark; None where no step is measured.
         """
         step, self._open = self._open, None
         if step is None or step.synchronised is None or not step.is_full:
@@ -365,8 +364,7 @@ class StepClock:
     def timings(self, *, wait: bool = True) -> Timings:
         """Medians so far, without the first steps.
 
-        Args:
-            wait: Whether to wait for the device; else the steps count that it has done.
+        With ``wait`` it waits for the device; else the steps count that it has done.
         """
         times = self._ended(wait=wait)
         # Drop at most half of the steps, so that a short run keeps some.

@@ -110,9 +110,8 @@ class _Part(NamedTuple):
 class Stash:
     """What one call of a layer saved for its backward pass.
 
-    Args:
-        lane: How it goes to the host.
-        staying: Tensors whose storages stay here: weights, and what is not this layer's alone.
+    Tensors whose storages are among those ``staying`` stay here: weights, and what is not this
+    layer's alone.
     """
 
     _latest: "Callable[[], Stash | None]" = staticmethod(lambda: None)

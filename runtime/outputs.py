@@ -53,13 +53,8 @@ def in_order(
 ) -> list[Any]:
     """Bring what virtual nodes gave to all workers, or to the main one. Call it on all workers.
 
-    Args:
-        own: What this worker's virtual nodes gave.
-        nodes: The virtual nodes that gave something on any worker, in order of their samples.
-        holders: [virtual nodes] the rank that ran each.
-        place: This worker among the others.
-        waiting: A context in which this worker waits for the others.
-        on_all: Whether every worker gets the values.
+    ``own`` are by virtual node. ``nodes`` are those that gave something on any worker, in order of
+    their samples, and ``holders`` [virtual nodes] the rank that ran each.
 
     Returns:
         What each node gave, in order, with tensors on the host; empty where not wanted.
@@ -296,10 +291,8 @@ class OutputsOfBatch:
     ) -> tuple[Tensor, Tensor]:
         """Compute the loss of all outputs, and its gradient by them.
 
-        Args:
-            over_batch: The script's function of the outputs.
-            scaler: The script's GradScaler; gradients are those of the scaled loss.
-            keeps: Whether ``backward`` of the returned loss follows.
+        With a scaler gradients are those of the scaled loss. ``keeps`` says whether ``backward`` of
+        the returned loss follows.
 
         Returns:
             The loss [], detached; and the (scaled) loss with its graph, for the gradients of
@@ -325,9 +318,7 @@ class OutputsOfBatch:
     def roots(self, answer: Any, start: int) -> tuple[list[Tensor], list[Tensor]]:
         """What to go back from in a virtual node's second pass, and the gradients there.
 
-        Args:
-            answer: What the function gave, with its graph.
-            start: Where its samples begin among the batch's outputs.
+        ``start`` is where its samples begin among those of the batch.
         """
         roots, gradients = [], []
         for leaf, gradient in zip(tree_flatten(answer)[0], self._gradients, strict=True):

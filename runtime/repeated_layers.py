@@ -22,9 +22,7 @@ from .nested_tensors import tensors_in
 def repeated_layers(model: nn.Module, blocks: Sequence[str] = ()) -> dict[str, nn.Module]:
     """The blocks of a model that have parameters, by name.
 
-    Args:
-        model: The model.
-        blocks: Their names; empty for its repeated layers.
+    ``blocks`` are their names; empty for its repeated layers.
     """
     paths = (path.rpartition(".")[0] for path, _ in model.named_parameters(remove_duplicate=False))
     names = dict.fromkeys(name for path in paths if (name := _home(path, blocks)))
@@ -69,10 +67,8 @@ def listed_blocks(model: nn.Module, listed: Any) -> tuple[str, ...]:
     Of blocks within blocks the outer ones count, or the inner ones: those with which fewer weights
     are whole at a time. The model itself is no block.
 
-    Args:
-        model: The model.
-        listed: A module, a class of modules, the name of either, or several of these; or a wrap
-            policy of ``torch.distributed.fsdp``, which may find none.
+    Listed is a module, a class of modules, the name of either, or several of these; or a wrap
+    policy of ``torch.distributed.fsdp``, which may find none.
 
     Raises:
         TargetError: Something that is listed is not in the model.

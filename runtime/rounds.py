@@ -137,14 +137,7 @@ class JobRounds:
         agreement.begin_step(self._session.num_steps, batch.epoch)
         # Until ``close``, gradients are of some parts: an optimizer that steps now is refused.
         agreement.withhold()
-        step = Step(
-            _no_function,
-            batch,
-            None,
-            agreement,
-            round=batch.num_rounds,
-            has_run=True,
-        )
+        step = Step(_no_function, batch, None, agreement, round=batch.num_rounds, has_run=True)
         self._engine.begin(step)
         self._open, batch.is_open = _Round(step, is_whole), True
         return self._open

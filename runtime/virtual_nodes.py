@@ -13,18 +13,11 @@ from .invariant import InvariantSum
 
 
 def share_out(num_samples: int, batch_sizes: Sequence[int]) -> list[int]:
-    """Divide a global batch of ``num_samples`` samples.
+    """Divide a global batch of ``num_samples`` samples: [virtual nodes] each one's.
 
     A full batch gives each virtual node its own size. A short one (the last of an epoch) is divided
     in proportion to the sizes by largest remainder; ties go to the lower index. The result depends
     on the virtual nodes only, not on the devices that run them.
-
-    Args:
-        num_samples: Samples in this global batch.
-        batch_sizes: [virtual nodes] samples of each in a full batch, by index.
-
-    Returns:
-        [virtual nodes] samples of each in this batch.
     """
     total = sum(batch_sizes)
     whole = [num_samples * size // total for size in batch_sizes]
