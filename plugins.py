@@ -14,52 +14,57 @@ from typing import TYPE_CHECKING
 from .schema.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .clusters.engines.local import LocalEngine
-    from .clusters.engines.protocol import (
-        Engine,
-        EngineDevice,
-        Fate,
-        UnsuitableDevicesError,
-        Work,
-        engine,
-    )
-    from .devices.backend import AcceleratorBackend, LocalDevice, device_backend
-    from .devices.cpu import cpu_device
-    from .devices.host import HostBackend
-    from .formats.exporters.registry import exporter
-    from .formats.importers.registry import (
-        TraceOptions,
-        jobs_importer,
-        layer_importer,
-        price_importer,
-        trace_importer,
-    )
-    from .planning.checks.allocation_policies import Pool
-    from .planning.checks.judges import Judge, judge
-    from .planning.checks.schedule import validate
-    from .planning.schedules.assemble import parallel_pipelines
-    from .planning.schedules.one_f_one_b import one_rank
-    from .planning.schedules.registry import schedule
-    from .schema.deployment import Deployment
-    from .schema.jobs import Certificate, Entity
-    from .schema.market import Availability, Capacity, Market, PriceHistory
-    from .schema.profile import LayerGraph, LayerNode
-    from .schema.schedule import Kind, PipelineShape, Schedule
-    from .solvers.allocation.engine import Outcome
-    from .solvers.allocation.instance import Instance
-    from .solvers.allocation.policy import (
-        Goal,
-        LeastAttained,
-        LeastCurve,
-        MaxMin,
-        Ratio,
-        Total,
-        inverse,
-        normalised,
-        policy,
-    )
-    from .solvers.allocation.program import Floats, Ints
-    from .solvers.allocation.water_filling.water import WaterFilling
+    from .clusters.engines.local import LocalEngine as LocalEngine
+    from .clusters.engines.protocol import Engine as Engine
+    from .clusters.engines.protocol import EngineDevice as EngineDevice
+    from .clusters.engines.protocol import Fate as Fate
+    from .clusters.engines.protocol import UnsuitableDevicesError as UnsuitableDevicesError
+    from .clusters.engines.protocol import Work as Work
+    from .clusters.engines.protocol import engine as engine
+    from .devices.backend import AcceleratorBackend as AcceleratorBackend
+    from .devices.backend import LocalDevice as LocalDevice
+    from .devices.backend import device_backend as device_backend
+    from .devices.cpu import cpu_device as cpu_device
+    from .devices.host import HostBackend as HostBackend
+    from .formats.exporters.registry import exporter as exporter
+    from .formats.importers.registry import TraceOptions as TraceOptions
+    from .formats.importers.registry import jobs_importer as jobs_importer
+    from .formats.importers.registry import layer_importer as layer_importer
+    from .formats.importers.registry import price_importer as price_importer
+    from .formats.importers.registry import trace_importer as trace_importer
+    from .planning.checks.allocation_policies import Pool as Pool
+    from .planning.checks.judges import Judge as Judge
+    from .planning.checks.judges import judge as judge
+    from .planning.checks.schedule import validate as validate
+    from .planning.schedules.assemble import parallel_pipelines as parallel_pipelines
+    from .planning.schedules.one_f_one_b import one_rank as one_rank
+    from .planning.schedules.registry import schedule as schedule
+    from .schema.deployment import Deployment as Deployment
+    from .schema.jobs import Certificate as Certificate
+    from .schema.jobs import Entity as Entity
+    from .schema.market import Availability as Availability
+    from .schema.market import Capacity as Capacity
+    from .schema.market import Market as Market
+    from .schema.market import PriceHistory as PriceHistory
+    from .schema.profile import LayerGraph as LayerGraph
+    from .schema.profile import LayerNode as LayerNode
+    from .schema.schedule import Kind as Kind
+    from .schema.schedule import PipelineShape as PipelineShape
+    from .schema.schedule import Schedule as Schedule
+    from .solvers.allocation.engine import Outcome as Outcome
+    from .solvers.allocation.instance import Instance as Instance
+    from .solvers.allocation.policy import Goal as Goal
+    from .solvers.allocation.policy import LeastAttained as LeastAttained
+    from .solvers.allocation.policy import LeastCurve as LeastCurve
+    from .solvers.allocation.policy import MaxMin as MaxMin
+    from .solvers.allocation.policy import Ratio as Ratio
+    from .solvers.allocation.policy import Total as Total
+    from .solvers.allocation.policy import inverse as inverse
+    from .solvers.allocation.policy import normalised as normalised
+    from .solvers.allocation.policy import policy as policy
+    from .solvers.allocation.program import Floats as Floats
+    from .solvers.allocation.program import Ints as Ints
+    from .solvers.allocation.water_filling.water import WaterFilling as WaterFilling
 
 _NAMES = {
     ".schema.market": "Availability Capacity Market PriceHistory",
@@ -89,58 +94,5 @@ _NAMES = {
     ".planning.checks.schedule": "validate",
 }
 
-__all__ = [
-    "AcceleratorBackend",
-    "Availability",
-    "Capacity",
-    "Certificate",
-    "Deployment",
-    "Engine",
-    "EngineDevice",
-    "Entity",
-    "Fate",
-    "Floats",
-    "Goal",
-    "HostBackend",
-    "Instance",
-    "Ints",
-    "Judge",
-    "Kind",
-    "LayerGraph",
-    "LayerNode",
-    "LeastAttained",
-    "LeastCurve",
-    "LocalDevice",
-    "LocalEngine",
-    "Market",
-    "MaxMin",
-    "Outcome",
-    "PipelineShape",
-    "Pool",
-    "PriceHistory",
-    "Ratio",
-    "Schedule",
-    "Total",
-    "TraceOptions",
-    "UnsuitableDevicesError",
-    "WaterFilling",
-    "Work",
-    "cpu_device",
-    "device_backend",
-    "engine",
-    "exporter",
-    "inverse",
-    "jobs_importer",
-    "judge",
-    "layer_importer",
-    "normalised",
-    "one_rank",
-    "parallel_pipelines",
-    "policy",
-    "price_importer",
-    "schedule",
-    "trace_importer",
-    "validate",
-]
-
 __getattr__, __dir__ = lazy_names(globals(), _NAMES)
+__all__ = __dir__()

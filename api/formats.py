@@ -54,7 +54,7 @@ def export(request: ExportRequest) -> str:
         >>> text.splitlines()[0]
         '#!/bin/bash'
     """
-    made = _deployment(request)
+    made = _deployment_of(request)
     chosen = EXPORTERS.get(request.target)
     if isinstance(chosen, CheckpointExporter) or Deployment not in chosen.takes:
         raise ProblemError(
@@ -64,13 +64,8 @@ def export(request: ExportRequest) -> str:
     return chosen.render(made, str(request.plan))
 
 
-@takes(ExportRequest)
-def deployment_of(request: ExportRequest) -> Deployment:
+def _deployment_of(request: ExportRequest) -> Deployment:
     """Lay out the launch of a plan; see ``export``."""
-    return _deployment(request)
-
-
-def _deployment(request: ExportRequest) -> Deployment:
     found = plan_of(request.plan)
     level = check_level(request.determinism)
     config = lower(found, request.seed, level)
@@ -110,6 +105,9 @@ def _deployment(request: ExportRequest) -> Deployment:
         volume=_volume(request.volume),
         directives=tuple(request.directives),
     )
+
+
+deployment_of = takes(ExportRequest)(_deployment_of)
 
 
 def _volume(text: str | None) -> tuple[str, str] | None:

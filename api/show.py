@@ -13,7 +13,6 @@ from ..schema.requests.files import DRAWN, MARKETS, PIPELINES, PLANS, RUNS, Show
 from .calls import takes
 
 if TYPE_CHECKING:
-    from ..planning.schedules.timing import Timing
     from ..schema.files import Record
 
 _log = logging.getLogger("hetflow")
@@ -127,10 +126,11 @@ def _refuse_unread(record: Any, request: ShowRequest) -> None:
 
 def _timelines(plan: Plan, request: ShowRequest) -> str:
     from ..formats.reports.timeline import html_timeline, terminal_timeline, trace_json
+    from ..planning.schedules.of_plan import timed
 
     paths = [Path(path) for path in (request.html, request.trace) if path is not None]
     files.check_outputs(*paths, force=request.force)
-    timing = timing_of(plan)
+    timing = timed(plan)
     if request.html is not None:
         title = f"{plan.model}, {plan.schedule}, {plan.config}"
         _write(request.html, html_timeline(timing, title=title).encode(), request.force)
@@ -190,12 +190,13 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
     file_format, first = image_format(target), records[0]
     if isinstance(first, Plan) and first.kind == "pipeline":
         from ..formats.reports.timeline import svg_timeline
+        from ..planning.schedules.of_plan import timed
 
         if file_format != "svg":
             raise HetflowError(
                 f"{option('plot', target)}: a timeline is drawn as .svg", hint="rename it"
             )
-        return svg_timeline(timing_of(first)).encode()
+        return svg_timeline(timed(first)).encode()
     if isinstance(first, SimulationRun):
         from ..formats.reports.plots import simulation_image
 
@@ -211,10 +212,3 @@ def picture(records: Sequence[object], target: Path, way: str = "") -> bytes:
     if isinstance(first, Plan) and first.kind == "split":
         return split_image(first, file_format)
     return curves_image([record for record in records if isinstance(record, Profile)], file_format)
-
-
-def timing_of(plan: Plan) -> "Timing":
-    """Return when each pass and message of a pipeline's schedule begins and ends."""
-    from ..planning.schedules.of_plan import timed
-
-    return timed(plan)

@@ -9,7 +9,8 @@ import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -74,32 +75,14 @@ class ListedGroup(TyperGroup):
                 formatter.write_dl(rows)
 
 
-class _Commands(MutableMapping[str, Any]):
+class _Commands(UserDict[str, Any]):
     """The parser's commands by name; one that is looked up is built."""
 
-    def __init__(self, listed: Mapping[str, Listed]) -> None:
-        self._known: dict[str, Any] = dict(listed)
-
     def __getitem__(self, name: str) -> Any:
-        known = self._known[name]
+        known = self.data[name]
         if isinstance(known, Listed):
-            known = self._known[name] = _built(name, known)
+            known = self.data[name] = _built(name, known)
         return known
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._known[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._known[name]
-
-    def __contains__(self, name: object) -> bool:  # the inherited one would build it
-        return name in self._known
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
-
-    def __len__(self) -> int:
-        return len(self._known)
 
 
 def _built(name: str, listed: Listed) -> Any:

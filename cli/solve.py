@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -21,9 +20,6 @@ from .common import (
     shows_progress,
     warn,
 )
-
-if TYPE_CHECKING:
-    from ..schema.jobs import Allocation
 
 
 def _solve(
@@ -137,7 +133,15 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
         proved = claim_of(found, devices, is_replayed=is_replayed)
         obstacle = obstacle_of(found)
     else:
-        proved = _judged(found)
+        # Their rooms take longer to import than a plan's check.
+        from ..planning.checks.judges import judge_of
+        from ..solvers.allocation import policy_named
+
+        proved = str(found.certificate.termination)
+        if judge_of(policy_named(found.policy).name) is None:
+            proved = (
+                f"the objective of {found.policy!r} is not judged: the checker does not know it"
+            )
     if json:
         answer = {"plan": str(plan), "valid": not faults, "faults": list(faults)}
         if isinstance(faults, Verdict):
@@ -149,13 +153,3 @@ def check(asked: Asked, json: JsonFlag = False) -> None:
         warn(f"{plan}: the plan cannot be launched: {obstacle}")
     if faults:
         raise HetflowError(f"{plan}: {'; '.join(faults)}")
-
-
-def _judged(allocation: "Allocation") -> str:
-    # Their rooms take longer to import than a plan's check.
-    from ..planning.checks.judges import judge_of
-    from ..solvers.allocation import policy_named
-
-    if judge_of(policy_named(allocation.policy).name) is not None:
-        return str(allocation.certificate.termination)
-    return f"the objective of {allocation.policy!r} is not judged: the checker does not know it"
