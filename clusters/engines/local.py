@@ -54,7 +54,7 @@ class HostLeases:
         self.keepers: dict[Path, subprocess.Popen[bytes]] = {}
         self._asked: set[Path] = set()
 
-    def start(
+    def keep(
         self, folder: Path, document: object, environment: Mapping[str, str] | None = None
     ) -> None:
         """Start a lease's keeper, which starts the launch, unless that was started before.
@@ -63,11 +63,11 @@ class HostLeases:
             FileError: The folder cannot be written, or the host has no room for a process.
         """
         try:
-            self._start(folder, document, environment or {})
+            self._keep(folder, document, environment or {})
         except OSError as error:
             raise FileError(f"{folder}: {error.strerror}") from None
 
-    def _start(self, folder: Path, document: object, environment: Mapping[str, str]) -> None:
+    def _keep(self, folder: Path, document: object, environment: Mapping[str, str]) -> None:
         with open(folder / LOCK, "w", opener=private) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,7 +137,7 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-class LocalEngine:
+class LocalEngine(HostLeases):
     """Processes of this host; they outlive the scheduler, if they are not ``bound`` to it."""
 
     name = "local"
@@ -162,7 +162,7 @@ class LocalEngine:
             for name, count in pool.num_devices.items()
             for number in range(count)
         )
-        self._leases = HostLeases(stopped_with_parent() if bound else None)
+        super().__init__(stopped_with_parent() if bound else None)
         self._accelerators = _accelerators(pool)
 
     def devices(self) -> tuple[EngineDevice, ...]:
@@ -175,7 +175,7 @@ class LocalEngine:
         Raises:
             FileError: The lease's folder cannot be written.
         """
-        self._leases.start(work.folder, self._document(work))
+        self.keep(work.folder, self._document(work))
 
     def can_resize(self, held: Sequence[EngineDevice], wanted: Sequence[EngineDevice]) -> bool:
         """Whether no accelerator is among them: a launch sees only those that it was started on."""
@@ -194,18 +194,6 @@ class LocalEngine:
             own = [name for one, name in held if one == kind]
             environment |= DEVICES.get(kind).visibility(own)
         return {**document_of(work), "environment": environment}
-
-    def stop(self, folder: Path) -> None:
-        """Send the launch SIGTERM, once."""
-        self._leases.stop(folder)
-
-    def kill(self, folder: Path) -> None:
-        """Send the launch SIGKILL; its workers die with it."""
-        self._leases.kill(folder)
-
-    def fate(self, folder: Path) -> Fate:
-        """What became of a lease."""
-        return self._leases.fate(folder)
 
 
 def _accelerators(pool: Cluster) -> Mapping[str, tuple[str, str]]:

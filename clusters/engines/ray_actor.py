@@ -29,7 +29,7 @@ class LeaseActor:
     def _run(self, document: Mapping[str, object], environment: Mapping[str, str]) -> None:
         try:
             if claim(self._folder, "actor"):
-                self._leases.start(self._folder, document, environment)
+                self._leases.keep(self._folder, document, environment)
                 self._leases.keepers[self._folder].wait()
         finally:
             ray.kill(self._own)

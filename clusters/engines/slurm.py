@@ -342,7 +342,7 @@ class SlurmEngine:
         if live:
             return progress(folder)
         # Written before the job left the queue, so by now it can be read.
-        ended = read_json(folder / ENDED)  # written before the job left the queue
+        ended = read_json(folder / ENDED)
         if ended is not None:
             return Fate("ended", int(ended["exit_code"]))
         self._forget(folder)

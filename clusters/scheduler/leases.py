@@ -149,7 +149,7 @@ def plan_lease(store: ClusterStore, job: int, devices: Sequence[str], now: float
     """Plan a lease: it starts as soon as its devices and its job are free."""
     [row] = store.rows("SELECT leases FROM jobs WHERE number = ?", job)
     number = row["leases"] + 1
-    store.run("UPDATE jobs SET leases = ? WHERE number = ?", number, job)
+    store.change_job(job, leases=number)
     store.run(
         "INSERT INTO leases (job, number, devices, state, planned) VALUES (?, ?, ?, 'planned', ?)",
         job, number, json.dumps(list(devices)), now,
@@ -172,25 +172,18 @@ def ask_to_resize(store: ClusterStore, lease: Lease, devices: Sequence[str], now
 
 def stay(store: ClusterStore, lease: Lease) -> None:
     """Record that a launch has not taken up the devices that it was asked for."""
-    store.run(
-        "UPDATE leases SET resizing_to = NULL, resize_asked = NULL WHERE job = ? AND number = ?",
-        lease.job, lease.number,
-    )  # fmt: skip
+    store.change_lease(lease.job, lease.number, resizing_to=None, resize_asked=None)
 
 
 def move(store: ClusterStore, lease: Lease, now: float, steps_per_second: float | None) -> None:
     """Record that a launch has gone over: its lease ends, the next one begins on the new devices.
 
-    Args:
-        store: The state, in a transaction.
-        lease: The one that was asked.
-        now: Seconds since the epoch.
-        steps_per_second: What is predicted on the new devices.
+    ``steps_per_second`` are predicted on these.
     """
     # The next lease takes over the launch, so what ends here is only the accounting.
     end(store, lease, now)
     # Meanwhile another decision may have been planned; it goes on from there.
-    if planned_devices(store, lease.job) != lease.resizing_to:  # it is to go on from there
+    if planned_devices(store, lease.job) != lease.resizing_to:
         plan_lease(store, lease.job, lease.resizing_to, now)
     store.run(
         "UPDATE leases SET state = 'running', started = ?, began = ?, trained = ?, launch = ?, "
@@ -219,19 +212,14 @@ def ask_to_stop(store: ClusterStore, lease: Lease, now: float) -> None:
 
 def credit(store: ClusterStore, lease: Lease, now: float) -> None:
     """Record until when a lease's time has been counted."""
-    store.run(
-        "UPDATE leases SET credited = ? WHERE job = ? AND number = ?", now, lease.job, lease.number
-    )
+    store.change_lease(lease.job, lease.number, credited=now)
 
 
 def begin(store: ClusterStore, lease: Lease, now: float) -> None:
     """Mark a planned lease as starting: from here on its launch may be there."""
     # Before the engine is asked: should the scheduler be killed now, the launch may be there.
     with store.transaction():
-        store.run(
-            "UPDATE leases SET state = 'starting', started = ? WHERE job = ? AND number = ?",
-            now, lease.job, lease.number,
-        )  # fmt: skip
+        store.change_lease(lease.job, lease.number, state="starting", started=now)
         store.run(
             "UPDATE jobs SET state = 'running', reason = NULL, started = coalesce(started, ?) "
             "WHERE number = ?", now, lease.job,
@@ -259,10 +247,7 @@ def note_progress(store: ClusterStore, engine: Engine, lease: Lease, now: float)
     if (began, trained) == (lease.began, lease.trained):
         return lease
     with store.transaction():
-        store.run(
-            "UPDATE leases SET began = ?, trained = ? WHERE job = ? AND number = ?",
-            began, trained, lease.job, lease.number,
-        )  # fmt: skip
+        store.change_lease(lease.job, lease.number, began=began, trained=trained)
     return replace(lease, began=began, trained=trained)
 
 
@@ -389,9 +374,7 @@ def fate_of(store: ClusterStore, engine: Engine, lease: Lease) -> Ended | None:
         digest, step_seconds = record.parameters_digest, record.measured_step_seconds
         terms = [device.terms for device in record.devices if device.terms is not None]
         # Steps were timed on other devices too, so they measure none.
-        if record.generations:  # of several sets of devices
-            step_seconds = None
-        if any(one.num_steps < FEWEST_STEPS for one in terms):
+        if record.generations or any(one.num_steps < FEWEST_STEPS for one in terms):
             step_seconds = None
     # A script that has ended has ended, whatever became of its launch or its keeper after that.
     code = 0 if has_finished else fate.exit_code
@@ -423,10 +406,9 @@ def end(
     measured_steps_per_second: float | None = None,
 ) -> None:
     """Mark a lease as ended, with what was measured, and count the time that it trained."""
-    store.run(
-        "UPDATE leases SET state = 'over', ended = ?, exit_code = ?, "
-        "measured_steps_per_second = ? WHERE job = ? AND number = ?",
-        now, exit_code, measured_steps_per_second, lease.job, lease.number,
+    store.change_lease(
+        lease.job, lease.number, state="over", ended=now, exit_code=exit_code,
+        measured_steps_per_second=measured_steps_per_second,
     )  # fmt: skip
     store.run(
         "UPDATE jobs SET device_seconds = device_seconds + ? WHERE number = ?",
@@ -554,11 +536,10 @@ class Due:
 
 
 def due(open_leases: Sequence[Lease]) -> Due:
-    """What is due.
+    """What is due, by all leases that are not over.
 
-    Args:
-        open_leases: All that are not over; a job has at most one that holds devices, and one that
-            is planned. A running one beside a planned one is to be resized.
+    A job has at most one that holds devices, and one that is planned. A running one beside a
+    planned one is to be resized.
     """
     holders = {lease.job: lease for lease in open_leases if lease.holds_devices}
     # In a resize a launch may be on both sets of devices.
@@ -597,7 +578,7 @@ def _in_circles(waiting: Mapping[int, set[int]]) -> list[int]:
         if in_turn or not left:
             continue
         # All that are left wait for one that is left: following them ends in a circle.
-        path = [min(left)]  # everybody left waits for somebody left
+        path = [min(left)]
         while (after := min(left[path[-1]] & left.keys())) not in path:
             path.append(after)
         # The last submitted of the circle has done least.

@@ -27,6 +27,7 @@ from ...schema.errors import FileError, HetflowError, ProblemError
 from ...schema.options import option
 from ...schema.plan import Plan
 from ..engines.protocol import Engine, ResizingEngine, UnsuitableDevicesError
+from ..mechanisms.allocators import most_devices
 from ..mechanisms.round_state import RoundState, resumed, stored
 from ..mechanisms.rounds import round_end
 from ..mechanisms.seats import Seat
@@ -62,6 +63,7 @@ class Scheduler:
         self._devices = {device.name: device for device in engine.devices()}
         self._places = Places(self._devices.values())
         self._sharing = sharing_of(settings, self._places)
+        self._most_devices = most_devices(settings.policy)
         self._rests = Rests(store)
         self._round_ends: float | None = store.get("round_ends")
         self._round_began: float | None = store.get("round_began")
@@ -296,23 +298,19 @@ class Scheduler:
             # A server on which a job ended well is no longer left alone.
             self._rests.forget(self._server_of(lease))
             self._leave(lease.job, now)
-            store.run(
-                "UPDATE jobs SET state = 'done', ended = ?, reason = NULL, digest = ?, "
-                "wanted = NULL WHERE number = ?", now, ended.digest, lease.job,
-            )  # fmt: skip
+            store.change_job(
+                lease.job, state="done", ended=now, reason=None, digest=ended.digest, wanted=None
+            )
             return
         # It was asked to stop and saved, whatever its exit code says.
         asked = ended.exit_code in _ASKED or lease.state == "stopping"
         if not ended.has_begun and not asked:
             # It never ran: the server is at fault, not the job, so it counts as no failure of it.
-            server = self._server_of(ended.lease)
+            server = self._server_of(lease)
             seconds = self._rests.begin(server, now)
             reason = f"it could not begin on {server}, which is left alone for {seconds:.0f} s"
-            _log.warning(f"job {ended.lease.job}: {reason} ({ended.reason})")
-            self._store.run(
-                "UPDATE jobs SET state = 'queued', reason = ? WHERE number = ?",
-                f"{reason}: {ended.reason}", ended.lease.job,
-            )  # fmt: skip
+            _log.warning(f"job {lease.job}: {reason} ({ended.reason})")
+            store.change_job(lease.job, state="queued", reason=f"{reason}: {ended.reason}")
             self._has_news = True
             return
         if (overdue := self._overdue(lease.job, now)) is not None:
@@ -345,10 +343,7 @@ class Scheduler:
 
     def _hold(self, job: int, reason: str, now: float) -> None:
         self._leave(job, now)
-        self._store.run(
-            "UPDATE jobs SET state = 'held', reason = ?, wanted = NULL WHERE number = ?",
-            reason, job,
-        )  # fmt: skip
+        self._store.change_job(job, state="held", reason=reason, wanted=None)
 
     def _leave(self, job: int, now: float) -> None:
         """Remove a job from the rounds, and drop the lease planned for it."""
@@ -402,9 +397,7 @@ class Scheduler:
                     if when == "never":
                         self._hold(row["number"], why, now)
                     else:
-                        self._store.run(
-                            "UPDATE jobs SET reason = ? WHERE number = ?", why, row["number"]
-                        )
+                        self._store.change_job(row["number"], reason=why)
         return found
 
     def _rates_or_why(self, job: int) -> tuple[Rate, ...] | HetflowError:
@@ -416,8 +409,19 @@ class Scheduler:
             rates = self._sharing.rates_of(asked)
         except HetflowError as error:
             return error
-        why = self._sharing.oversize(rates[-1].scale_factor)
+        why = self._oversize(rates[-1].scale_factor)
         return rates if why is None else ProblemError(why)
+
+    def _oversize(self, num_devices: int) -> str | None:
+        """Why the policy cannot serve a job of so many devices; None where it can."""
+        most, policy = self._most_devices, self._settings.policy
+        if most is None or num_devices <= most:
+            return None
+        return (
+            f"it asks for {num_devices} devices, and {policy} gives a job {most} at most: submit "
+            f"it with {option('devices', most)}, or start the cluster with another "
+            f"{option('policy')}"
+        )
 
     def _grant(self, job: int, wanted: str, open_: dict[int, Lease], now: float) -> None:
         store = self._store
@@ -432,8 +436,8 @@ class Scheduler:
             self._hold(job, "held by its user", now)
         elif wanted == "cancel" and state in ("submitted", "queued", "held"):
             self._leave(job, now)
-            store.run("UPDATE jobs SET state = 'cancelled', ended = ? WHERE number = ?", now, job)
-        store.run("UPDATE jobs SET wanted = NULL WHERE number = ?", job)
+            store.change_job(job, state="cancelled", ended=now)
+        store.change_job(job, wanted=None)
 
     def _admit(self, jobs: Mapping[int, tuple[Rate, ...] | HetflowError], now: float) -> None:
         """Let jobs into the rounds; hold those that can never run, with the reason."""
@@ -449,11 +453,7 @@ class Scheduler:
         for job, rates in found.items():
             [row] = self._store.rows("SELECT submitted FROM jobs WHERE number = ?", job)
             entering.append(as_job(job, self._known.submission(job), row["submitted"], rates))
-            self._store.run(
-                "UPDATE jobs SET state = 'queued', reason = NULL, throughput = ? WHERE number = ?",
-                rates_to(rates), job,
-            )  # fmt: skip
-        for job in found:
+            self._store.change_job(job, state="queued", reason=None, throughput=rates_to(rates))
             self._failed.pop(job, None)
         if entering:
             self._state.admit(entering, self._settings.rules.head_start_seconds)
@@ -465,7 +465,7 @@ class Scheduler:
         found = {
             int(job.id): why
             for job in self._state.active.jobs
-            if (why := self._sharing.oversize(job.scale_factor)) is not None
+            if (why := self._oversize(job.scale_factor)) is not None
         }
         if not found:
             return
@@ -685,10 +685,7 @@ class Scheduler:
         except UnsuitableDevicesError as error:  # the next round may find others
             with self._store.transaction():
                 leases.end(self._store, lease, now)
-                self._store.run(
-                    "UPDATE jobs SET state = 'queued', reason = ? WHERE number = ?",
-                    error.message, lease.job,
-                )  # fmt: skip
+                self._store.change_job(lease.job, state="queued", reason=error.message)
         except FileError:
             raise  # no fault of the job's: it starts when there is room
         except HetflowError as error:

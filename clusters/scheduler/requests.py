@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import pwd
 import socket
 import stat
 import struct
@@ -34,7 +33,14 @@ from ...schema.records import Index, Name, record
 from ..engines.accounts import Account, account
 from . import view
 from .store import FILE, ClusterStore
-from .submission import MOST_OF_ARRAY, Submission, check_asked, submit, submit_array
+from .submission import (
+    MOST_OF_ARRAY,
+    Submission,
+    check_asked,
+    submit,
+    submit_array,
+    user_name,
+)
 
 _MOST_WEIGHT = 1.0
 
@@ -359,7 +365,7 @@ class Group:
         try:
             text = _received(connection, MOST_BYTES, until).decode(errors="replace")
             if not self._may_run_as(uid):
-                owner = _name_of(os.geteuid())
+                owner = user_name(os.geteuid())
                 raise ProblemError(
                     f"this cluster runs jobs as {owner} alone",
                     hint=f"only a scheduler that root runs with {option('engine', 'local')} runs "
@@ -389,13 +395,6 @@ def _check_above(folder: Path) -> None:
                 f"{folder}: others may rename what is in {above}",
                 hint="take a folder below one that only root or you may write to, such as /var/lib",
             )
-
-
-def _name_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def _received(connection: socket.socket, most: int, until: float) -> bytes:

@@ -267,12 +267,11 @@ def _drain_out(steady: _Steady) -> None:
 
 
 def _described(pool: Cluster, engine: str, settings: ClusterSettings) -> dict[str, object]:
-    rules = settings.rules
     return {
         "pool": to_json(pool),
         "engine": engine,
         "policy": settings.policy,
-        "round_seconds": rules.round_seconds,
+        "round_seconds": settings.rules.round_seconds,
         "grace_seconds": settings.grace_seconds,
         "entities": [to_plain(entity) for entity in settings.entities],
     }

@@ -13,10 +13,9 @@ from typing import Protocol
 
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import Entity, Job, ModelThroughput
-from ...schema.options import option
 from ..engines.protocol import EngineDevice
 from ..mechanisms import easyscale, elastic
-from ..mechanisms.allocators import PolicyAllocator, allocator_named, most_devices
+from ..mechanisms.allocators import PolicyAllocator, allocator_named
 from ..mechanisms.round_state import RoundRules, RoundState
 from ..mechanisms.rounds import next_round
 from ..mechanisms.seats import Seat
@@ -62,9 +61,6 @@ class Sharing(Protocol):
         Raises:
             HetflowError: It can never run here; says why.
         """
-
-    def oversize(self, num_devices: int) -> str | None:
-        """Why a job of so many devices cannot be scheduled; None where it can."""
 
     def next_devices(
         self, state: RoundState, known: KnownJobs, occupied: Occupancy, now: float
@@ -125,7 +121,6 @@ class RoundSharing:
         self._alone = alone
         self._mixing = alone if type(mixing) is type(alone) else mixing
         self._settings, self._places = settings, places
-        self._most_devices = most_devices(name)
 
     def try_out(self) -> None:
         """Share the devices among one job, to see whether the policy can.
@@ -151,17 +146,6 @@ class RoundSharing:
         if not isinstance(self._mixing, PolicyAllocator):
             return f"{self._settings.policy} gives a job devices of one type"
         return None
-
-    def oversize(self, num_devices: int) -> str | None:
-        """The jobs that nothing can hold, as of ``Sharing``."""
-        most = self._most_devices
-        if most is None or num_devices <= most:
-            return None
-        return (
-            f"it asks for {num_devices} devices, and {self._settings.policy} gives a job {most} at "
-            f"most: submit it with {option('devices', most)}, or start the cluster "
-            f"with another {option('policy')}"
-        )
 
     def next_devices(
         self, state: RoundState, known: KnownJobs, occupied: Occupancy, now: float
@@ -211,10 +195,6 @@ class FairSharing:
             where = "" if self._is_alone else "; all devices of a job are on one server"
             raise InfeasibleError(f"{error.message}{where}", hint=error.hint) from None
 
-    def oversize(self, num_devices: int) -> str | None:
-        """Jobs that nothing can hold, as of ``Sharing``; jobs get as many as their server has."""
-        return None
-
     def next_devices(
         self, state: RoundState, known: KnownJobs, occupied: Occupancy, now: float
     ) -> dict[str, Seat]:
@@ -240,10 +220,6 @@ class Proposals:
         """A job's rates, as of ``Sharing``; all its devices are on one server."""
         places = self._places
         return rates_and_wish(asked, places.num_devices, places.layout, self._variant)[0]
-
-    def oversize(self, num_devices: int) -> str | None:
-        """Jobs that nothing can hold, as of ``Sharing``; whom no server holds has no rates."""
-        return None
 
     def next_devices(
         self, state: RoundState, known: KnownJobs, occupied: Occupancy, now: float

@@ -109,7 +109,7 @@ _TRAINED = "UPDATE leases SET began = started, trained = started WHERE trained I
 
 
 class ClusterStore:
-    """The file of one cluster, open."""
+    """The file of one cluster, open; FileError where it cannot be read or written."""
 
     def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
         """Hold an open file; ``create`` and ``open`` make one."""
@@ -222,11 +222,7 @@ class ClusterStore:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Inside, all writes are made, or none of them.
-
-        Raises:
-            FileError: The file cannot be written: the disk is full, say.
-        """
+        """Inside, all writes are made, or none of them."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -244,11 +240,7 @@ class ClusterStore:
 
     @contextmanager
     def one_moment(self) -> Iterator[None]:
-        """Inside, all queries see the state as it is at the first one.
-
-        Raises:
-            FileError: The file cannot be read.
-        """
+        """Inside, all queries see the state as it is at the first one."""
         self.rows("BEGIN")
         try:
             yield
@@ -256,11 +248,7 @@ class ClusterStore:
             self.rows("ROLLBACK")
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
-        """The answer to a query.
-
-        Raises:
-            FileError: The file cannot be read.
-        """
+        """The answer to a query."""
         try:
             return self._connection.execute(query, values).fetchall()
         except sqlite3.DatabaseError as error:
@@ -283,6 +271,15 @@ class ClusterStore:
         """Write once for each row of values."""
         self._connection.executemany(statement, values)
 
+    def change_job(self, number: int, **columns: object) -> None:
+        """Write columns of a job."""
+        self.run(f"{_update('jobs', columns)} number = ?", *columns.values(), number)
+
+    def change_lease(self, job: int, number: int, **columns: object) -> None:
+        """Write columns of a lease."""
+        where = f"{_update('leases', columns)} job = ? AND number = ?"
+        self.run(where, *columns.values(), job, number)
+
     def get(self, key: str) -> Any:
         """A value of the cluster's own; None where it was never set."""
         found = self.rows("SELECT value FROM meta WHERE key = ?", key)
@@ -299,6 +296,10 @@ class ClusterStore:
     def job_folder(self, job: int) -> Path:
         """Where a job's checkpoints and leases are."""
         return self.folder.absolute() / "jobs" / str(job)
+
+
+def _update(table: str, columns: Iterable[str]) -> str:
+    return f"UPDATE {table} SET {', '.join(f'{name} = ?' for name in columns)} WHERE"
 
 
 def _refuse_strangers(folder: Path) -> None:

@@ -29,6 +29,8 @@ from .store import ClusterStore
 from .view import job_number
 
 PATHS = ("script", "profiles", "directory")
+# TOML knows 3 from 3.0.
+_NUMBERS = ("steps", "priority_weight", "deadline_seconds", "time_limit_seconds")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -232,12 +234,7 @@ def submission(
         values.setdefault("devices", sum(Cluster.parse(values["gpus"]).num_devices.values()))
     if "devices_at_most" in values:
         values.setdefault("devices", values["devices_at_most"])
-    for key in (
-        "steps",
-        "priority_weight",
-        "deadline_seconds",
-        "time_limit_seconds",
-    ):  # TOML knows 3 from 3.0
+    for key in _NUMBERS:
         if type(values.get(key)) is int:
             values[key] = float(values[key])
     for key in PATHS:
@@ -467,12 +464,13 @@ def _add(store: ClusterStore, jobs: Sequence[Submission], member: Account | None
         ]  # fmt: skip
 
 
-def user_name() -> str:
-    """The user who runs this process; the number where the host knows no name."""
+def user_name(uid: int | None = None) -> str:
+    """A user's name, of who runs this process if none is named; the number where it has none."""
+    uid = os.getuid() if uid is None else uid
     try:
-        return pwd.getpwuid(os.getuid()).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return str(os.getuid())
+        return str(uid)
 
 
 def _numbered(store: ClusterStore, after: str) -> str:

@@ -185,7 +185,7 @@ def ask(store: ClusterStore, number: int, wish: Wish) -> None:
             raise ProblemError(f"job {number} is {row['state']}, not held")
         if wish == "hold" and row["state"] == "held":
             raise ProblemError(f"job {number} is held already")
-        store.run("UPDATE jobs SET wanted = ? WHERE number = ?", wish, number)
+        store.change_job(number, wanted=wish)
 
 
 def drain(store: ClusterStore, named: str, *, undo: bool) -> None:

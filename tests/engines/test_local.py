@@ -67,7 +67,7 @@ def test_a_lease_whose_keeper_is_killed_runs_until_it_has_saved(tmp_path: Path) 
     engine, lease = LocalEngine(POOL), tmp_path / "lease"
     engine.start(work(engine, lease, sys.executable, "-c", SAVES))
     until(lambda: output(lease) == "ready\n")
-    os.kill(engine._leases.keepers[lease].pid, signal.SIGKILL)
+    os.kill(engine.keepers[lease].pid, signal.SIGKILL)
     until(lambda: engine.fate(lease).state == "ended")
     assert engine.fate(lease) == Fate("ended", None)
     assert output(lease) == "ready\nsaved\n"
