@@ -223,7 +223,6 @@ class WarmLas:
         if not self.shares_space:
             return Shares(x)
         a, b, column, time = program.pair_times()
-        # Absent classes may keep a tolerance of time.
         kept = (counts[a] > 0) & (counts[b] > 0)  # absent classes may keep a tolerance of time
         totals = PairTimes(a=a[kept], b=b[kept], column=column[kept], time=time[kept])
         return Shares(x, spread(totals, of, counts.astype(float)))

@@ -171,7 +171,7 @@ class TentativeHoldings:
         self.refused = {(one.id, n) for one in (*running, *waiting) for n in one.refused}
         # Devices may be gone under a job; what is left may not suffice for it.
         for one in running:
-            if not one.can_run(one.held):  # it lost devices
+            if not one.can_run(one.held):
                 self.move(one, self._largest_part(one))
         self._rest_idle()
 
@@ -238,8 +238,7 @@ class TentativeHoldings:
             offer = heappop(heap)
             place, one = offer.place, jobs[offer.place]
             if not self._fits(one, offer.counts):
-                # Somebody else has these devices now: the job looks for its next best.
-                pass  # somebody else has them now
+                pass  # somebody else has these devices now: the job looks for its next best
             elif self._is_slower(one, offer.counts):
                 self.refusals.append((one.id, offer.counts))
                 self.refused.add((one.id, offer.counts))
@@ -272,8 +271,8 @@ class TentativeHoldings:
             return None
         now = one.rate(held)
         # Of equal speed-ups per device the one with more devices; of equals the first.
-        best, found = (_GAIN, one.most), (-1, held)  # speed-up and devices, of equals the first
-        tried: dict[int, int] = {}  # of each type, so far on one server; another adds nothing new
+        best, found = (_GAIN, one.most), (-1, held)
+        tried: dict[int, int] = {}  # the most of each type on one server so far
         for stock, left in enumerate(self.free):
             if left <= 0 or not self.may_add(one, stock):
                 continue

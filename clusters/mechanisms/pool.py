@@ -7,6 +7,8 @@ types held at once (VirtualFlow 6.5.2).
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +116,11 @@ class ClusterPool:
         """The column whose devices a column holds: its type where placement counts [columns]."""
         places = np.arange(len(self.columns))
         return places if self.consolidated is None else places % len(self.types)
+
+    def times(self, column: Ints, scale: Ints) -> Ints:
+        """How often jobs hold the devices of their columns: a mix once [jobs]."""
+        answer: Ints = np.where(self.is_mix[column] == 1, 1, scale)
+        return answer
 
     def limits(self, free: Ints, consolidated: tuple[int, ...] | None) -> tuple[Ints, Ints]:
         """What columns use [limits, columns] of how much: devices, and consolidated devices.
@@ -234,46 +241,21 @@ class ClusterPool:
 _ROOM = 64  # places are added and given back by so many
 
 
-class _Pairs:
-    """A [columns, jobs] array: a view of the block, written in place."""
+A = TypeVar("A", Floats, Ints)
 
-    def __init__(self, number: int) -> None:
-        self.number = number
 
-    def __get__(self, active: "Active", _: type | None = None) -> Floats:
-        part: Floats = active.pairs[self.number, :, : len(active.jobs)]
+class _PerJob(Generic[A]):
+    """A row of a block of ``Active`` for the jobs present: a view, written in place."""
+
+    def __init__(self, block: str, number: int) -> None:
+        self._block, self._number = attrgetter(block), number
+
+    def __get__(self, active: "Active", _: type | None = None) -> A:
+        part: A = self._block(active)[self._number, ..., : len(active.jobs)]
         return part
 
-    def __set__(self, active: "Active", values: Floats) -> None:
-        active.pairs[self.number, :, : len(active.jobs)] = values
-
-
-class _PerJob:
-    """A [jobs] array of floats, likewise."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __get__(self, active: "Active", _: type | None = None) -> Floats:
-        part: Floats = active.floats[self.number, : len(active.jobs)]
-        return part
-
-    def __set__(self, active: "Active", values: Floats) -> None:
-        active.floats[self.number, : len(active.jobs)] = values
-
-
-class _Whole:
-    """A [jobs] array of whole numbers, likewise."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __get__(self, active: "Active", _: type | None = None) -> Ints:
-        part: Ints = active.ints[self.number, : len(active.jobs)]
-        return part
-
-    def __set__(self, active: "Active", values: Ints) -> None:
-        active.ints[self.number, : len(active.jobs)] = values
+    def __set__(self, active: "Active", values: A) -> None:
+        self._block(active)[self._number, ..., : len(active.jobs)] = values
 
 
 class Active:
@@ -293,10 +275,11 @@ class Active:
     ``leave`` before its place is swept; ``present`` counts those who did not.
     """
 
-    rate, relative, received = _Pairs(0), _Pairs(1), _Pairs(2)
-    share, deficit, held = _Pairs(3), _Pairs(4), _Pairs(5)
-    left, weight, isolated, started = _PerJob(0), _PerJob(1), _PerJob(2), _PerJob(3)
-    scale, last_type, kind, restarts = _Whole(0), _Whole(1), _Whole(2), _Whole(3)
+    rate, relative, received, share, deficit, held = (
+        _PerJob[Floats]("pairs", number) for number in range(6)
+    )
+    left, weight, isolated, started = (_PerJob[Floats]("floats", number) for number in range(4))
+    scale, last_type, kind, restarts = (_PerJob[Ints]("ints", number) for number in range(4))
 
     def __init__(self, pool: ClusterPool) -> None:
         """Start empty."""
@@ -471,18 +454,26 @@ class Active:
         else:
             held = held * self.ints[0, i]
             devices = float(np.add.reduce(held))
-        return JobOutcome(
-            id=job.id,
-            model=job.model,
-            scale_factor=job.scale_factor,
-            priority_weight=job.priority_weight,
-            arrival_seconds=job.arrival_seconds,
+        return outcome_of(
+            job,
             start_seconds=float(self.floats[3, i]),
             finish_seconds=finish,
             device_seconds=devices,
             isolated_seconds=self.alone[i],
-            slo_seconds=job.slo_seconds,
             dollars=None if hourly is None else float(held @ hourly) / 3600.0,
             num_restarts=int(self.ints[3, i]),
             slo_given_up=job.id in self.given_up,
         )
+
+
+def outcome_of(job: Job, **facts: Any) -> JobOutcome:
+    """What became of a job: what it asked for, and the other fields of its outcome."""
+    return JobOutcome(
+        id=job.id,
+        model=job.model,
+        scale_factor=job.scale_factor,
+        priority_weight=job.priority_weight,
+        arrival_seconds=job.arrival_seconds,
+        slo_seconds=job.slo_seconds,
+        **facts,
+    )

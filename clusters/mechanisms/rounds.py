@@ -401,7 +401,8 @@ def next_round(
         seat_on_servers(state, ids, column, active.scale[places], standing)
         # Those that stay keep their servers, whatever was placed meanwhile.
         state.servers.held |= {job: at for job, at in before.items() if job in kept}
-    counts = (state.pool.resources[:, column] * _often(state, places, column)).T.tolist()
+    often = state.pool.times(column, active.scale[places])
+    counts = (state.pool.resources[:, column] * often).T.tolist()
     placements = [
         Placement(
             names,
@@ -424,12 +425,6 @@ def _chosen(
     chosen = choose_alone(state, allocator, rules, free=free, stay=stay)
     places = (chosen != NOWHERE).nonzero()[0]
     return places, chosen[places]
-
-
-def _often(state: RoundState, places: Ints, column: Ints) -> Ints:
-    """How often each job holds its column's devices: a mix once [jobs]."""
-    answer: Ints = np.where(state.pool.is_mix[column] == 1, 1, state.active.scale[places])
-    return answer
 
 
 def _standing(sizes: Sizes, down: Collection[Device]) -> Sequence[Sequence[int]]:

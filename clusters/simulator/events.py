@@ -16,7 +16,7 @@ from ...schema.jobs import Job
 from ...schema.simulation import JobOutcome
 from ..mechanisms.easyscale import Bidder, Stock, Variant, decide
 from ..mechanisms.elastic import Claim, admit_whole, share_elastically
-from ..mechanisms.pool import ClusterPool
+from ..mechanisms.pool import ClusterPool, outcome_of
 from ..mechanisms.seats import DeviceLayout, Placement
 from .arrivals import Queue
 from .failures import FailureEvents, FailureOptions
@@ -194,16 +194,13 @@ class EventCluster:
         return hit
 
     def _enter(self, job: Job) -> Entry:
-        entry = Entry(
-            job, job.steps, 1.0, self.none, held=[0.0] * len(self.none)
-        )  # fmt: skip
         number = len(self.running) + len(self.waiting) + 1
         rate = self.pool.rate(job)
         # As if the jobs present shared the pool equally: what an isolated job would get.
         share = self.pool.capacity / number / job.scale_factor
         share = share / max(1.0, float(share.sum()))
-        entry.alone = job.steps / float(np.dot(rate, share))
-        return entry
+        alone = job.steps / float(np.dot(rate, share))
+        return Entry(job, job.steps, alone, self.none, held=[0.0] * len(self.none))
 
     def _finish(self, entry: Entry) -> float:
         if entry.rate == 0:
@@ -268,17 +265,12 @@ class EventCluster:
 
     def _outcome(self, entry: Entry) -> JobOutcome:
         job, hourly = entry.job, self.hourly
-        return JobOutcome(
-            id=job.id,
-            model=job.model,
-            scale_factor=job.scale_factor,
-            priority_weight=job.priority_weight,
-            arrival_seconds=job.arrival_seconds,
+        return outcome_of(
+            job,
             start_seconds=self.now if entry.started is None else entry.started,
             finish_seconds=self.now,
             device_seconds=sum(entry.held),
             isolated_seconds=entry.alone,
-            slo_seconds=job.slo_seconds,
             dollars=None if hourly is None else float(np.dot(entry.held, hourly)) / 3600.0,
             num_restarts=entry.resizes,
         )

@@ -212,7 +212,7 @@ class FailureEvents:
         self.options = options
         self.fleet = Fleet(layout, options.repair_seconds)
         self._random = np.random.default_rng((options.seed, 1))
-        self._standing = self.fleet.standing()
+        self.standing = self.fleet.standing()  # devices that work [types][servers]
         self._next = self._drawn(0.0)
 
     def _rates(self) -> tuple[float, float]:
@@ -232,14 +232,9 @@ class FailureEvents:
         """The time of the next failure or repair, in seconds."""
         return min(self._next, self.fleet.next_repair_seconds)
 
-    @property
-    def standing(self) -> list[list[int]]:
-        """Devices that work [types][servers]."""
-        return self._standing
-
     def up(self) -> list[int]:
         """Devices by type that work."""
-        return [sum(row) for row in self._standing]
+        return [sum(row) for row in self.standing]
 
     def until(self, now_seconds: float) -> list[list[tuple[int, int]]]:
         """Let time pass; the (type, place among those up before) of each failure's devices."""
@@ -249,7 +244,7 @@ class FailureEvents:
                 self.fleet.repair(then)
             else:
                 hit.append(self._failed(then))
-            self._standing = self.fleet.standing()
+            self.standing = self.fleet.standing()
             self._next = self._drawn(then)
         return hit
 
@@ -260,15 +255,15 @@ class FailureEvents:
             servers = self.fleet.servers_up()
             number = servers[int(self._random.integers(len(servers)))]
             return [
-                (kind, sum(self._standing[kind][:place]) + device)
+                (kind, sum(self.standing[kind][:place]) + device)
                 for kind, place in self.fleet.fail_server(number, then)
-                for device in range(self._standing[kind][place])
+                for device in range(self.standing[kind][place])
             ]
         up = self.up()
         ends = np.cumsum(up)
         device = int(self._random.integers(sum(up)))
         kind = int(np.searchsorted(ends, device, side="right"))
         device -= int(ends[kind]) - up[kind]
-        place = int(np.searchsorted(np.cumsum(self._standing[kind]), device, side="right"))
+        place = int(np.searchsorted(np.cumsum(self.standing[kind]), device, side="right"))
         self.fleet.fail_device(kind, place, then)
         return [(kind, device)]

@@ -32,7 +32,7 @@ from ...schema.simulation import JobOutcome
 from ...solvers.market.job import Held, Moment, RentJob
 from ...solvers.market.offers import Prices
 from ...solvers.market.policies import PLAIN
-from ..mechanisms.pool import Bools, ClusterPool, Floats, Ints
+from ..mechanisms.pool import Bools, ClusterPool, Floats, Ints, outcome_of
 from .arrivals import Queue
 from .metrics import Simulation
 
@@ -564,17 +564,12 @@ class _Run:
     def _outcome(self, place: int) -> JobOutcome:
         active, job = self.active, self.active.jobs[place]
         launches, taken = int(active.launches[place]), int(active.preemptions[place])
-        return JobOutcome(
-            id=job.id,
-            model=job.model,
-            scale_factor=job.scale_factor,
-            priority_weight=job.priority_weight,
-            arrival_seconds=job.arrival_seconds,
+        return outcome_of(
+            job,
             start_seconds=float(active.started[place]),
             finish_seconds=self.now,
             device_seconds=float(active.device_seconds[place]),
             isolated_seconds=float(active.isolated[place]),
-            slo_seconds=job.slo_seconds,
             dollars=float(active.dollars[place]),
             num_restarts=launches - 1,
             num_moves=launches - 1 - taken,

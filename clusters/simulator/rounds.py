@@ -232,9 +232,11 @@ class Rounds:
         kind = chosen[runs]
         rate = active.rate[kind, runs]
         moved = active.last_type[runs] != kind
+        ids: list[tuple[str, ...]] = []
+        if self.state.servers is not None or self.outages is not None or self.book is not None:
+            ids = [(active.jobs[i].id,) for i in runs.tolist()]
         # A job that starts, or has another type than in the round before, pays a restart.
         if self.state.servers is not None:
-            ids = [(active.jobs[i].id,) for i in runs.tolist()]
             close, relocated = self.seat(ids, kind, active.scale[runs])
             rate, moved = rate * self.spread_rate(runs, kind, close), moved | relocated
         lost = self.lost(runs, moved)
@@ -243,7 +245,6 @@ class Rounds:
         struck = _NOBODY
         if self.outages is not None:
             usage = np.where(np.arange(len(self.state.up))[:, None] == kind, scale, 0)
-            ids = [(active.jobs[i].id,) for i in runs.tolist()]
             struck = self.strike(ids, usage, self.outages)
         # Struck: the round's work is lost, as it goes back to the checkpoint at its start.
         steps[struck] = 0.0
@@ -256,7 +257,6 @@ class Rounds:
         self.busy += np.bincount(kind, weights=spent, minlength=len(self.busy))
         self.note(runs, moved)
         if self.book is not None:
-            ids = [(active.jobs[i].id,) for i in runs.tolist()]
             self.hold(self.book, ids, kind, scale, seconds[:, None].tolist(), struck)
         chosen[runs[struck]] = NOWHERE  # it restarts
         active.last_type[:] = chosen
@@ -502,7 +502,7 @@ class CombinedRounds(Rounds):
 
     def _record(self, chosen: Chosen, work: _Work, kind: Ints) -> None:
         active, resources = self.active, self.pool.resources
-        usage = np.where(self.pool.is_mix[work.column] == 1, 1, active.scale[work.job])
+        usage = self.pool.times(work.column, active.scale[work.job])
         hits = self._hit(chosen)
         # A pair that is struck loses the work of both.
         both = np.concatenate((chosen.first[hits], chosen.second[hits]))
@@ -553,9 +553,8 @@ class CombinedRounds(Rounds):
     def _hit(self, chosen: Chosen) -> Ints:
         """Which placements a failure hits."""
         if self.outages is None:
-            return np.zeros(0, dtype=np.int64)
-        mix = self.pool.is_mix[chosen.placed] == 1
-        often = np.where(mix, 1, self.active.scale[chosen.first])
+            return _NOBODY
+        often = self.pool.times(chosen.placed, self.active.scale[chosen.first])
         usage = self.pool.resources[:, chosen.placed] * often
         return self.strike(self._ids(chosen), usage, self.outages)
 
