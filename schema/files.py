@@ -248,7 +248,7 @@ def read_text(path: Path) -> str:
     Raises:
         FileError: The file is missing, unreadable, too large, or not UTF-8.
     """
-    try:
+    with reading(path):
         if path.is_dir():
             raise FileError(f"{path}: is a folder, not a file")
         with path.open("rb") as stream:  # the size of a pipe is not known beforehand
@@ -256,6 +256,17 @@ def read_text(path: Path) -> str:
         if len(content) > MAX_FILE_BYTES:
             raise FileError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; not a hetflow file")
         return content.decode("utf-8").replace("\r\n", "\n")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say in hetflow's words why a text file cannot be read.
+
+    Raises:
+        FileError: It is missing, unreadable, or not UTF-8.
+    """
+    try:
+        yield
     except FileNotFoundError:
         raise FileError(f"{path}: no such file") from None
     except UnicodeDecodeError:

@@ -25,7 +25,7 @@ from ...schema import files
 from ...schema.errors import FileError, HetflowError
 from ...schema.market import Availability, Capacity, Market, utc_seconds, utc_text
 from ...schema.options import option
-from .registry import TraceOptions, trace_importer
+from .registry import TraceOptions, json_of, trace_importer
 from .spot_prices import files_of
 
 _MOST_TICKS = 1_000_000
@@ -78,10 +78,7 @@ def _files(path: Path) -> list[Path]:
 
 def _read(path: Path, options: TraceOptions) -> Market:
     text = files.read_text(path)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: not JSON: {error}") from None
+    data = json_of(text, path)
     if isinstance(data, dict) and "schema" in data:
         return files.from_json(text, Market, name=str(path))
     return _published(data, path, options)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schema.errors import FileError, HetflowError, ProblemError
-from ...schema.files import read_text
+from ...schema.files import read_text, reading
 from ...schema.jobs import Job, Jobs, Throughputs
 from .csv_tables import throughputs_of
 from .registry import jobs_importer
@@ -126,15 +126,8 @@ def read_gavel_trace(path: Path) -> Iterator[Job]:
     Raises:
         FileError: The file cannot be read, or a line is cut short, out of order or invalid.
     """
-    try:
-        with path.open(encoding="utf-8") as lines:
-            yield from parse_gavel_trace(lines, str(path))
-    except FileNotFoundError:
-        raise FileError(f"{path}: no such file") from None
-    except UnicodeDecodeError:
-        raise FileError(f"{path}: not a text file") from None
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+    with reading(path), path.open(encoding="utf-8") as lines:
+        yield from parse_gavel_trace(lines, str(path))
 
 
 @jobs_importer(".trace")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...schema.errors import FileError, HetflowError
+from ...schema.files import reading
 from ...schema.jobs import Job, Throughputs
 from ...schema.spelling import did_you_mean
 
@@ -58,7 +59,6 @@ class PhillyTrace:
         last, start = float("-inf"), 0.0
         self.num_skipped = 0
         entries = self._entries()
-        entry: tuple[int, int, dict[str, Any]] | None
         while True:
             entry = next(entries, None)
             if entry is not None:
@@ -155,15 +155,8 @@ class PhillyTrace:
 
     def _entries(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Yield number, line and object of each job, decoded one after another."""
-        try:
-            with self.path.open(encoding="utf-8") as file:
-                yield from _objects(file, str(self.path))
-        except FileNotFoundError:
-            raise FileError(f"{self.path}: no such file") from None
-        except UnicodeDecodeError:
-            raise FileError(f"{self.path}: not a text file") from None
-        except OSError as error:
-            raise FileError(f"{self.path}: cannot be read: {error.strerror}") from None
+        with reading(self.path), self.path.open(encoding="utf-8") as file:
+            yield from _objects(file, str(self.path))
 
 
 def _objects(file: TextIO, name: str) -> Iterator[tuple[int, int, dict[str, Any]]]:

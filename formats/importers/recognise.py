@@ -23,7 +23,7 @@ from .price_lists import (
     read_instance_types,
     read_skypilot_catalogue,
 )
-from .registry import PRICE_IMPORTERS, TraceOptions
+from .registry import PRICE_IMPORTERS, TraceOptions, json_of
 
 _FORMS = (
     "hetflow.market/1; the JSON of `aws ec2 describe-spot-price-history`; Can't Be Late's windows; "
@@ -105,10 +105,7 @@ def _form_of(path: Path) -> Read:
 
 
 def _json_form(path: Path, text: str) -> Read:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: not JSON: {error}") from None
+    data = json_of(text, path)
     if isinstance(data, dict):
         if "schema" in data or "metadata" in data:
             return lambda given: read_windows(given, TraceOptions())

@@ -4,12 +4,13 @@ A format gives the layers of a model (``hetflow import``), or prices of machines
 import``), or jobs. Commands that take jobs recognise a format by the ending of the file's name.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from ...schema.errors import ProblemError
+from ...schema.errors import FileError, ProblemError
 from ...schema.jobs import Jobs
 from ...schema.market import Market, PriceHistory, utc_seconds
 from ...schema.options import option
@@ -148,3 +149,15 @@ def price_importer(name: str) -> Callable[[ReadPrices], ReadPrices]:
 def trace_importer(name: str) -> Callable[[ReadTraces], ReadTraces]:
     """Register a reader of availability or capacity over time, from a file or a folder."""
     return TRACE_IMPORTERS.adding(name)
+
+
+def json_of(text: str, path: Path) -> Any:
+    """The values of a file's JSON.
+
+    Raises:
+        FileError: It is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: not JSON: {error}") from None

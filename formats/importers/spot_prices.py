@@ -16,7 +16,6 @@ both, and ``Cloud`` if it is known. A price holds until the next line of the sam
 the last ones until the last time in the file. An empty price means unknown from then on.
 """
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -28,7 +27,7 @@ from ...schema import files
 from ...schema.errors import FileError, ProblemError
 from ...schema.market import PriceHistory, utc_text
 from .csv_tables import csv_lines, each_row
-from .registry import price_importer
+from .registry import json_of, price_importer
 
 _KEYS = ("AvailabilityZone", "InstanceType", "SpotPrice", "Timestamp")
 _SYSTEM = "Linux/UNIX"
@@ -140,10 +139,7 @@ def _add_records(zones: dict[tuple[str, str], _Zone], path: Path) -> None:
 
 
 def _records(path: Path) -> list[Any]:
-    try:
-        data = json.loads(files.read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: not JSON: {error}") from None
+    data = json_of(files.read_text(path), path)
     records = data.get("SpotPriceHistory") if isinstance(data, dict) else None
     if not isinstance(records, list):
         raise FileError(

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...schema.jobs import Allocation, Jobs, Throughputs
 from ...schema.simulation import SimulationRun
-from .grid import grid
+from .grid import grid, shown
 
 _HOUR = 3600.0
 
@@ -14,7 +14,7 @@ def jobs_table(jobs: Jobs) -> str:
     """Each job: its devices, steps, arrival, weight, deadline and entity."""
     rows = [
         (job.id, job.model, job.scale_factor, f"{job.steps:g}", f"{job.arrival_seconds:g}",
-         f"{job.priority_weight:g}", "-" if job.slo_seconds is None else f"{job.slo_seconds:g}",
+         f"{job.priority_weight:g}", shown(job.slo_seconds, "g"),
          job.entity or "-")
         for job in jobs.jobs
     ]  # fmt: skip
@@ -87,7 +87,7 @@ def simulation_table(runs: Sequence[SimulationRun]) -> str:
         heads += ("moves", "taken away")
         counts = [(run.metrics.num_moves, run.metrics.num_preemptions) for run in runs]
         rows = [
-            (*row, *("-" if count is None else str(count) for count in both))
+            (*row, *(shown(count, "d") for count in both))
             for row, both in zip(rows, counts, strict=True)
         ]
     return grid(heads, rows)
@@ -101,7 +101,7 @@ def _simulation_row(run: SimulationRun) -> tuple[str, ...]:
         name += " + pairs"
     head = (
         f"{name}{' (agnostic)' if run.heterogeneity == 'agnostic' else ''}",
-        "-" if run.jobs_per_hour is None else f"{run.jobs_per_hour:g}",
+        shown(run.jobs_per_hour, "g"),
         str(run.seed),
         str(m.num_jobs),
     )
@@ -115,7 +115,7 @@ def _simulation_row(run: SimulationRun) -> tuple[str, ...]:
         f"{m.makespan_seconds / _HOUR:.2f}",
         f"{100 * m.utilisation:.1f}",
         f"{m.average_finish_time_fairness:.3f}",
-        "-" if m.dollars is None else f"{m.dollars:.2f}",
+        shown(m.dollars, ".2f"),
         f"{m.num_slo_violations}/{m.num_slos}",
     )
 

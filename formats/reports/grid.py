@@ -95,6 +95,11 @@ class _Wrapped(TextWrapper):
     wordsep_simple_re = re.compile(f"({_PLACES.pattern})")
 
 
+def shown(number: float | None, form: str = ".4g") -> str:
+    """A number in a format; a dash where unknown."""
+    return "-" if number is None else format(number, form)
+
+
 def milliseconds(seconds: float | None) -> str:
     """Seconds as text in milliseconds; a dash where unknown."""
     return "-" if seconds is None else f"{four_digits(seconds * 1e3)} ms"

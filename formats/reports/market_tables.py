@@ -16,7 +16,7 @@ from ...schema.market import (
     ZoneOdds,
     held_text,
 )
-from .grid import grid
+from .grid import grid, shown
 
 
 def rent_table(report: RentReport) -> str:
@@ -169,8 +169,8 @@ def market_table(market: Market) -> str:
                 f"{one.num_devices}x{one.device_type}",
                 one.cloud or "-",
                 one.region or "-",
-                _dollars(one.on_demand_dollars_per_hour),
-                _dollars(one.spot_dollars_per_hour),
+                shown(one.on_demand_dollars_per_hour),
+                shown(one.spot_dollars_per_hour),
             )
             for one in market.instance_types
         ]
@@ -224,17 +224,13 @@ def _prices(market: Market) -> str:
                 history.times[0][:10],
                 f"{span / 86400:.1f}",
                 f"{(span - total) / 86400:.1f}",
-                *map(_dollars, history.quantiles((0.0, 0.5, 1.0)) or (None,) * 3),
+                *map(shown, history.quantiles((0.0, 0.5, 1.0)) or (None,) * 3),
                 f"{100 * at_cap / total:.1f}" if cap is not None and total > 0 else "-",
             )
         )
     titles = ("cloud", "place", "instance type", "from", "days", "unknown", "least $/h",
               "median", "most", "at cap %")  # fmt: skip
     return grid(titles, rows)
-
-
-def _dollars(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def odds_table(report: OddsReport) -> str:
@@ -247,7 +243,7 @@ def odds_table(report: OddsReport) -> str:
         heads = ("cloud", "place", "instance type",
                  *(f"{100 * part:g} % $/h" for part in report.parts))  # fmt: skip
         rows = [
-            (one.cloud, one.place, one.instance_type, *map(_dollars, one.dollars_per_hour))
+            (one.cloud, one.place, one.instance_type, *map(shown, one.dollars_per_hour))
             for one in report.prices
         ]
         parts.append(grid(heads, rows))
@@ -330,7 +326,7 @@ def choices_table(choices: Sequence[Mapping[str, Any]]) -> str:
         (
             f"{one['dollars']:.2f}",
             f"{one['hours']:.4g}",
-            "-" if (each := one["dollars_per_million_samples"]) is None else f"{each:.4g}",
+            shown(one["dollars_per_million_samples"]),
             counted(one["devices"]),
             counted(one["machines"], " x "),
             "" if one["is_pareto"] else "dearer or slower",

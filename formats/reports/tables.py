@@ -23,7 +23,7 @@ from ...schema.run import RunRecord, TermComparison
 from ...schema.simulation import SimulationRun
 from . import cluster_tables
 from .explain import group_terms
-from .grid import device_name, grid, layers_text, mebibytes, milliseconds
+from .grid import device_name, grid, layers_text, mebibytes, milliseconds, shown
 from .market_tables import (
     advice_text,
     market_table,
@@ -266,8 +266,8 @@ def _points(plan: Plan) -> str:
             milliseconds(predicted.step_seconds),
             one.num_devices,
             mebibytes(max(stage.memory_bytes or 0 for stage in one.stages)),
-            _price(predicted.dollars_per_hour, ".2f"),
-            _price(predicted.dollars_per_million_samples, ".4g"),
+            shown(predicted.dollars_per_hour, ".2f"),
+            shown(predicted.dollars_per_million_samples),
             _what_grew(own, one),
             _layout(one),
         )
@@ -309,10 +309,6 @@ def _what_grew(best: Alternative, other: Alternative) -> str:
     if grown[most] <= 0.0:
         return "-"
     return f"{most} +{milliseconds(grown[most])}"
-
-
-def _price(dollars: float | None, form: str) -> str:
-    return "-" if dollars is None else format(dollars, form)
 
 
 def table_of(record: "Record") -> str:
@@ -404,7 +400,7 @@ def run_table(run: RunRecord) -> str:
             ),
             f"step predicted {milliseconds(run.predicted_step_seconds)}, measured "
             f"{milliseconds(run.measured_step_seconds)} ({error})",
-            f"final loss {'-' if run.final_loss is None else f'{run.final_loss:.6g}'}, "
+            f"final loss {shown(run.final_loss, '.6g')}, "
             f"parameters {(run.parameters_digest or '-')[:16]}",
             *([terms_table(run)] if run.terms else []),
         ]
@@ -631,17 +627,17 @@ def corrections_table(profile: Profile) -> str:
         return f"{name}: unchanged"
     changes = entries[-1]["changes"]
     ranked = sorted(range(len(changes)), key=lambda index: (-_change(changes[index]), index))
-    shown = [changes[index] for index in sorted(ranked[:_MOST_ROWS])]
+    listed = [changes[index] for index in sorted(ranked[:_MOST_ROWS])]
     rows = [
-        (entry["term"], _number(entry["before"]), _number(entry["after"]), _change_text(entry))
-        for entry in shown
+        (entry["term"], shown(entry["before"]), shown(entry["after"]), _change_text(entry))
+        for entry in listed
     ]
     lines = [
         f"{name}: corrected by {', '.join(run['run'] for run in entries[-1]['runs'])}",
         grid(("term", "before", "after", "change"), rows),
     ]
-    if len(changes) > len(shown):
-        lines.append(f"and {len(changes) - len(shown)} smaller changes (provenance.corrections)")
+    if len(changes) > len(listed):
+        lines.append(f"and {len(changes) - len(listed)} smaller changes (provenance.corrections)")
     return "\n".join(lines)
 
 
@@ -650,10 +646,6 @@ def _change(entry: dict[str, float | None]) -> float:
     if not before or after is None:
         return float("inf")
     return abs(after / before - 1)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 def _change_text(entry: dict[str, float | None]) -> str:
