@@ -7,18 +7,7 @@ from ..options import Option
 from . import POLICIES, POOL, RATES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .kinds import (
-        Count,
-        GraceSeconds,
-        Index,
-        Mapping,
-        Pool,
-        RoundSeconds,
-        Sequence,
-        WaitSeconds,
-    )
+    from .kinds import *
 
 
 @dataclass(frozen=True, slots=True)

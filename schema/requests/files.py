@@ -7,9 +7,7 @@ from ..options import Option
 from . import AT, CHECKPOINT_EVERY, MARKET, RATES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .kinds import Count, Index, Mapping, Markets, Pool, Profiles, Record, Sequence, WaitSeconds
+    from .kinds import *
 
 # What each option is for: kinds of plans, and classes of other records.
 DRAWN = ("Profile", "split", "pipeline", "SimulationRun", "Market")

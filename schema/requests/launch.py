@@ -7,20 +7,7 @@ from ..options import OnFailure, Option
 from . import CHECKPOINT_EVERY, POOL
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .kinds import (
-        Count,
-        HeartbeatSeconds,
-        Index,
-        Plan,
-        Pool,
-        Profiles,
-        Rendezvous,
-        Sequence,
-        TimeoutSeconds,
-        WaitSeconds,
-    )
+    from .kinds import *
 
 
 @dataclass(frozen=True, slots=True)

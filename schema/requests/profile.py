@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from ..options import Option, Precision
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .kinds import Callable, Count, Profile, Sequence, SyncDevices
+    from .kinds import *
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,25 +12,7 @@ from ..errors import ProblemError
 from ..options import Option, asked_of, option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from .kinds import (
-        Count,
-        Dollars,
-        MachineSpeeds,
-        Markets,
-        Offers,
-        OnDemandPrices,
-        Plan,
-        PositiveSeconds,
-        Profiles,
-        Speeds,
-        SpotPrices,
-        ThroughputsTable,
-        WaitSeconds,
-        Windows,
-    )
+    from .kinds import *
 
 
 @dataclass(frozen=True, slots=True)

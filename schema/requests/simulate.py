@@ -7,24 +7,7 @@ from ..options import Option, Placement
 from . import AT, MARKET, POLICIES, POOL
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .kinds import (
-        Bytes,
-        Callable,
-        Count,
-        Dollars,
-        Index,
-        JobCount,
-        JobsTable,
-        Mapping,
-        Markets,
-        Pool,
-        PositiveSeconds,
-        Profiles,
-        Sequence,
-        ThroughputsTable,
-    )
+    from .kinds import *
 
 
 # The requests for throughputs of jobs, and for an allocation of devices by them.

@@ -17,24 +17,7 @@ from ..schedule import DEFAULT_SCHEDULE
 from . import AT, MARKET, POOL
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .kinds import (
-        Allocation,
-        Bytes,
-        Count,
-        Dollars,
-        Fraction,
-        JobsTable,
-        Markets,
-        OptimizerState,
-        Plan,
-        Pool,
-        PositiveRate,
-        PositiveSeconds,
-        Profiles,
-        ThroughputsTable,
-    )
+    from .kinds import *
 
 SPLITS = ("split", "milp", "waste", "sharded")
 PIPELINES = ("pipeline", "repetitive", "stages")
