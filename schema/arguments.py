@@ -18,12 +18,11 @@ from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_ori
 from .errors import ProblemError
 from .frames import Table, is_sequence, plain
 from .options import Option, option
-from .spelling import did_you_mean, nearest
+from .spelling import did_you_mean, nearest, shown
 
 _PACKAGE = (__package__ or "").partition(".")[0]
 KINDS = "schema.requests.kinds"
 _MOST_KINDS = 6  # listed in one sentence
-_MOST_SHOWN = 60  # characters of a value
 _WORDS: dict[Any, str] = {
     str: "a string",
     int: "a whole number",
@@ -167,7 +166,7 @@ def fault_of(value: Any, kind: Any, name: str) -> str | None:
         else None
     )
     ending = f"; did you mean {_quoted(guess)}?" if guess is not None else ""
-    return f"{name} must be {rule}, got {_shown(value)}{ending}"
+    return f"{name} must be {rule}, got {shown(value)}{ending}"
 
 
 def _members(kind: Any) -> Iterator[Any]:
@@ -213,11 +212,11 @@ def _faults_within(value: Any, kind: Any, name: str) -> Iterator[str]:
     if origin is Annotated:
         rule = _broken_rule(value, kind)
         if rule is not None:
-            yield f"{name} must be {rule}, got {_shown(value)}"
+            yield f"{name} must be {rule}, got {shown(value)}"
         return
     if origin is tuple and ... not in inner:
         if len(value) != len(inner):
-            yield f"{name} must hold {len(inner)} values, got {_shown(value)}"
+            yield f"{name} must hold {len(inner)} values, got {shown(value)}"
             return
         pairs = [(f"{name}[{i}]", entry, inner[i]) for i, entry in enumerate(value)]
     elif origin in (Sequence, tuple):
@@ -275,11 +274,3 @@ def _word(kind: Any) -> str:
 
 def _quoted(choice: Any) -> str:
     return f'"{choice}"' if isinstance(choice, str) else repr(choice)
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # somebody else's
-        text = object.__repr__(value)
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."

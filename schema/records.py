@@ -15,7 +15,7 @@ from pydantic_core import ArgsKwargs
 
 from .errors import ProblemError
 from .frames import in_tuples, plain
-from .spelling import did_you_mean
+from .spelling import did_you_mean, shown
 
 T = TypeVar("T")
 
@@ -167,12 +167,7 @@ def _sentence(fault: Any, error: ValidationError) -> str:
     if kind == "value_error":
         return str(context["error"])
     if kind in _RULES:
-        return f"{_RULES[kind].format(**context)}, got {_shown(fault['input'])}"
+        return f"{_RULES[kind].format(**context)}, got {shown(fault['input'])}"
     if kind == "literal_error":
-        return f"must be {context['expected']}, got {_shown(fault['input'])}"
-    return f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, got {_shown(fault['input'])}"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        return f"must be {context['expected']}, got {shown(fault['input'])}"
+    return f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, got {shown(fault['input'])}"

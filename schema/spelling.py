@@ -1,4 +1,4 @@
-"""What users type: the name that they meant, whole numbers."""
+"""What users type: the name that they meant, whole numbers, values in errors."""
 
 import difflib
 from collections.abc import Iterable
@@ -24,3 +24,12 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, before
     """
     guess = nearest(name, tuple(known))
     return f"{before}did you mean {guess!r}?" if guess else otherwise
+
+
+def shown(value: object) -> str:
+    """A value as errors show it: its ``repr``, of 60 characters at most."""
+    try:
+        text = repr(value)
+    except Exception:  # somebody else's
+        text = object.__repr__(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -276,8 +276,6 @@ class RoundState:
 
     def see(self, up: Ints) -> bool:
         """Note which devices work [types]; whether these are others than before."""
-        # Policies know what they solved by this very array: it is replaced only where it changes.
-        # What changed is a reason to allocate anew.
         if not (up != self.up).any():
             return False  # the same array, by which policies know what they solved
         self.up = self.active.capacity = up

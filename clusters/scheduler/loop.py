@@ -183,8 +183,6 @@ class Scheduler:
             found = leases.note_progress(self._store, self._engine, lease, now)
             if found.trained is None:
                 continue
-            # Before its first step a lease is not moved, so policies that move jobs have something
-            # new to decide.
             self._has_news |= self._sharing.moves_running_jobs  # it may be moved from now on
             self._warn_of_short_rounds(now - (lease.began or found.trained))
             if self._round_ends is not None and self._round_began is not None:
@@ -253,7 +251,6 @@ class Scheduler:
             if found is None:
                 continue
             folder = leases.folder_of(self._store, lease)
-            # Nobody answers for a launch that is over; what it was asked for is void.
             if found.state != "moved" and not self._engine.fate(folder).is_open:
                 continue  # its launch ended before that: all is free
             with self._store.transaction():
@@ -546,7 +543,7 @@ class Scheduler:
         except HetflowError as error:
             _log.warning(f"nobody moves in this round: {error.message}")
             # A decision that failed halfway has changed what is in memory.
-            self._known.read_present()  # as it was before
+            self._known.read_present()
             self._state = self._resumed()
             self._has_news = False
             with self._store.transaction():

@@ -450,7 +450,7 @@ class Agent:
     def _work_left_seconds(self) -> float:
         left = 1 - self._steps_done() / self.record.num_steps
         # Never 0 while the launch runs: policies would let go of the machines.
-        return max(left * self.record.work_seconds, 1.0)  # until the launch has ended
+        return max(left * self.record.work_seconds, 1.0)
 
     def _pending_seconds(self) -> float:
         lease = self._lease

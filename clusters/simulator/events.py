@@ -235,8 +235,8 @@ class EventCluster:
         elif any(counts):
             held_some = any(entry.counts)
             self._pause(entry, self.resize_seconds if held_some else self.restart_seconds)
-        # Two changes at one time are one resize, as a live cluster makes it.
-        elif entry.resized_at == self.now:  # it lost a device, and now the others too
+        # It lost a device, and now the others too: one resize, as a live cluster makes it.
+        elif entry.resized_at == self.now:
             entry.resizes, entry.resized_at = entry.resizes - 1, -1.0
         entry.counts = counts
         entry.rate = self.rate_of(entry, counts) if any(counts) else 0.0

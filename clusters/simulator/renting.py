@@ -242,7 +242,6 @@ def compare_from(
         length = min(length, job.deadline_seconds)
         prices = history.between(start_seconds, start_seconds + length)
         if is_all and prices.goes_on:
-            # With nothing after the deadline the bound is final.
             prices = replace(prices, goes_on=False)  # what comes later is too late
         try:
             compared = compare_strategies(job, prices, cloud=cloud, device_type=device_type)
@@ -337,7 +336,7 @@ def compare(
         ]
         mean = sum(first) / len(first)
         # Being late is priced out of all proportion in the program; such a mean says nothing.
-        expected = mean if mean <= job.most_dollars else None  # what is late costs more
+        expected = mean if mean <= job.most_dollars else None
     shared = ticks_a_decision(job) if programs is not None else 1
     return RentReport(
         work_seconds=job.work_seconds,
