@@ -260,14 +260,12 @@ def queue(asked: Asked, state: StateOption = DEFAULT_STATE, json: JsonFlag = Fal
     hetflow queue --json
     """
     from ..clusters.scheduler.requests import Request, send
-    from ..clusters.scheduler.view import rows_from
     from ..formats.reports.cluster_tables import queue_table
 
     request = requests.QueueRequest(**asked)
     clear = "\x1b[H\x1b[2J" if request.watch and sys.stdout.isatty() else ""
     while True:
-        rows = rows_from(send(state, Request(wish="queue", finished=request.finished)))
-        jobs = [row.to_plain() for row in rows]
+        jobs = send(state, Request(wish="queue", finished=request.finished))
         is_read = emit_json({"jobs": jobs}) if json else emit(clear + queue_table(jobs))
         if not (request.watch and is_read):
             return

@@ -51,10 +51,6 @@ class ShownLease:
     is_resized: bool = False
     trained: float | None = None
 
-    def trained_seconds(self, now: float) -> float:
-        """For how long it has trained: what it is charged."""
-        return 0.0 if self.trained is None else max(0.0, now - self.trained)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeUse:
@@ -264,8 +260,8 @@ def _jobs(store: ClusterStore, now: float, held: Mapping[int, ShownLease]) -> tu
     for queued in queue(store, finished=MOST_ENDED_JOBS, most_open=MOST_OPEN_JOBS):
         received, target = queued.device_seconds, queued.target_seconds
         lease, share = held.get(queued.number), shares.get(queued.number)
-        if lease is not None:
-            received += len(lease.devices) * lease.trained_seconds(now)
+        if lease is not None and lease.trained is not None:  # it is charged from its first step on
+            received += len(lease.devices) * max(0.0, now - lease.trained)
         if share is not None and since is not None:
             target += share * max(0.0, now - since)
         found.append(

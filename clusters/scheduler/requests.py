@@ -86,15 +86,6 @@ def send(folder: Path, request: Request) -> Any:
     return ask(folder, to_json(request))
 
 
-def answer_member(store: ClusterStore, text: str, member: Account) -> Any:
-    """Answer the request of another user.
-
-    Raises:
-        HetflowError: It is no request, or this user may not ask for it.
-    """
-    return answer(store, from_json(text, Request, name="request"), member)
-
-
 def answer(store: ClusterStore, request: Request, member: Account | None = None) -> Any:
     """Do what is asked for; what JSON can say of it.
 
@@ -196,8 +187,6 @@ MOST_OF_USER = 4
 """Connections of one user at once."""
 _CREDENTIALS = struct.Struct("3i")
 _log = logging.getLogger("hetflow")
-Answer = Callable[[ClusterStore, str, Account], Any]
-"""Answers what a user has sent; HetflowError where it is nothing, or the user may not."""
 
 
 def is_member(folder: Path) -> bool:
@@ -238,9 +227,7 @@ def ask(folder: Path, text: str) -> Any:
 class Group:
     """The users of a group who may use a cluster, and the socket at which they ask."""
 
-    def __init__(
-        self, folder: Path, name: str, may_run_as: Callable[[int], bool], answer: Answer
-    ) -> None:
+    def __init__(self, folder: Path, name: str, may_run_as: Callable[[int], bool]) -> None:
         """Serve nobody yet.
 
         Raises:
@@ -252,7 +239,7 @@ class Group:
             self._gid = grp.getgrnam(name).gr_gid
         except KeyError:
             raise ProblemError(f"group {name!r}: this host has none of that name") from None
-        self._folder, self._may_run_as, self._answer = folder, may_run_as, answer
+        self._folder, self._may_run_as = folder, may_run_as
         self._connected = Counter[int]()
         self._guard = threading.Lock()
 
@@ -374,7 +361,7 @@ class Group:
                 )
             member = account(uid)
             with closing(ClusterStore.open(self._folder)) as store:
-                return {"answer": self._answer(store, text, member)}
+                return {"answer": answer(store, from_json(text, Request, name="request"), member)}
         except HetflowError as error:
             return {"error": error.message, "hint": error.hint}
         except OSError:

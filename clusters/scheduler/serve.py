@@ -26,7 +26,7 @@ from ..mechanisms.round_state import RoundRules
 from .copies import Copies
 from .history import entities_of
 from .loop import Scheduler
-from .requests import Group, answer_member
+from .requests import Group
 from .sharing import ClusterSettings, check_settings
 from .store import SHOWN_STATE, ClusterStore, lock
 
@@ -189,7 +189,7 @@ def _group(folder: Path, name: str, engine: Engine) -> Group:
     def may_run_as(uid: int) -> bool:
         return isinstance(engine, EngineForUsers) and engine.may_run_as(uid)
 
-    return Group(folder, name, may_run_as, answer_member)
+    return Group(folder, name, may_run_as)
 
 
 def request_stop(folder: Path) -> None:

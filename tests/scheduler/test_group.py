@@ -28,7 +28,7 @@ from hetflow.clusters.engines.protocol import OUTPUT, Fate, Work, progress
 from hetflow.clusters.scheduler import leases, requests
 from hetflow.clusters.scheduler.history import usage
 from hetflow.clusters.scheduler.leases import CHECKPOINT, PLAN
-from hetflow.clusters.scheduler.requests import MOST_OF_USER, SOCKET, Group, answer_member
+from hetflow.clusters.scheduler.requests import MOST_OF_USER, SOCKET, Group
 from hetflow.clusters.scheduler.store import FILE, RUN
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import HetflowError, ProblemError
@@ -132,9 +132,7 @@ def hetflow(user: Account, *words: str) -> tuple[int, str, str]:
 
 @contextmanager
 def served(host: Host, cluster: Cluster, may_run: bool = True) -> Iterator[None]:
-    with Group(cluster.folder, host.group, lambda uid: may_run, answer_member).serving(
-        cluster.store
-    ):
+    with Group(cluster.folder, host.group, lambda uid: may_run).serving(cluster.store):
         yield
 
 
@@ -351,7 +349,7 @@ def test_where_jobs_cannot_run_as_their_submitters_these_are_told(
     with pytest.raises(ProblemError, match="others may rename"), served(host, there):
         pass
     with pytest.raises(ProblemError, match="this host has none of that name"):
-        Group(cluster.folder, "no such group", lambda uid: True, answer_member)
+        Group(cluster.folder, "no such group", lambda uid: True)
 
 
 def test_a_job_of_a_member_is_held_by_a_scheduler_that_cannot_run_it_as_that_user(
