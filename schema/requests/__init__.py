@@ -37,6 +37,8 @@ RATES = Option(
     default="a job runs only on the type that it ran on",
 )
 CHECKPOINT_EVERY = Option(help="Steps between checkpoints [0: at SIGTERM and the end].")
+SCRIPT = Option(argument=True, help="The training script: file.py, or -m MODULE.")
+ARGUMENTS = Option(argument=True, help="The script's own arguments, passed on untouched.")
 
 _ROOMS = ("solve", "simulate", "rent", "launch", "profile", "files", "cluster")
 

@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from ..options import OnFailure, Option
-from . import CHECKPOINT_EVERY, POOL
+from . import ARGUMENTS, CHECKPOINT_EVERY, POOL, SCRIPT
 
 if TYPE_CHECKING:
     from .kinds import *
@@ -15,13 +15,8 @@ class LaunchingRequest:
     """What ``launch`` and ``dry_run`` need to know."""
 
     plan: Annotated["Plan | Path | str", Option(argument=True, help="A plan (hetflow.plan/2).")]
-    script: Annotated[
-        "str | Path", Option(argument=True, help="The training script: file.py, or -m MODULE.")
-    ]
-    arguments: Annotated[
-        "Sequence[str]",
-        Option(argument=True, help="The script's own arguments, passed on untouched."),
-    ] = ()
+    script: Annotated["str | Path", SCRIPT]
+    arguments: Annotated["Sequence[str]", ARGUMENTS] = ()
     _: KW_ONLY
     folder: Annotated[
         "Path | str | None",

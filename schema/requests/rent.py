@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import ProblemError
 from ..options import Option, asked_of, option
+from . import ARGUMENTS, SCRIPT
 
 if TYPE_CHECKING:
     from .kinds import *
@@ -140,13 +141,8 @@ class RunRentRequest(RentRequest):
         "Plan | Path | str",
         Option(argument=True, help="A plan for one machine (hetflow.plan/2)."),
     ]
-    script: Annotated[
-        "str | Path", Option(argument=True, help="The training script: file.py, or -m MODULE.")
-    ]
-    arguments: Annotated[
-        "Sequence[str]",
-        Option(argument=True, help="The script's own arguments, passed on untouched."),
-    ] = ()
+    script: Annotated["str | Path", SCRIPT]
+    arguments: Annotated["Sequence[str]", ARGUMENTS] = ()
     _: KW_ONLY
     offers: Annotated[
         "Offers",

@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from .kinds import *
 
 
+THROUGHPUTS = Option(
+    help="Throughputs (hetflow.throughputs/1, .csv, or Gavel's table).",
+    python="Also ``Throughputs``, or a DataFrame with the CSV file's columns.",
+)
+
 # The requests for throughputs of jobs, and for an allocation of devices by them.
 
 
@@ -55,13 +60,7 @@ class AllocateRequest:
             python="Also ``Jobs``, or a DataFrame with the CSV file's columns.",
         ),
     ]
-    throughputs: Annotated[
-        "ThroughputsTable",
-        Option(
-            help="Throughputs (hetflow.throughputs/1, .csv, or Gavel's table).",
-            python="Also ``Throughputs``, or a DataFrame with the CSV file's columns.",
-        ),
-    ]
+    throughputs: Annotated["ThroughputsTable", THROUGHPUTS]
     pool: Annotated["Pool", POOL]
     _: KW_ONLY
     policy: Annotated[str, POLICIES] = "las"
@@ -110,13 +109,7 @@ class Simulated:
     """What both need to know; the defaults are those of a case of the simulator."""
 
     trace: Annotated["JobsTable", TRACE]
-    throughputs: Annotated[
-        "ThroughputsTable",
-        Option(
-            help="Throughputs (hetflow.throughputs/1, .csv, or Gavel's table).",
-            python="Also ``Throughputs``, or a DataFrame with the CSV file's columns.",
-        ),
-    ]
+    throughputs: Annotated["ThroughputsTable", THROUGHPUTS]
     pool: Annotated["Pool", replace(POOL, help="The pool, e.g. 36xv100,36xp100.")]
     _: KW_ONLY
     policy: Annotated[
