@@ -18,8 +18,10 @@ from .options import option
 from .records import (
     Count,
     Dollars,
+    Fraction,
     Index,
     Name,
+    NonNegative,
     PositiveDollars,
     PositiveRate,
     PositiveSeconds,
@@ -28,7 +30,6 @@ from .records import (
 )
 from .spelling import nearest
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Correlation = Annotated[float, Field(ge=-1 - 1e-9, le=1 + 1e-9)]
 
 
@@ -245,9 +246,9 @@ class PolicyReplay:
     policy: Name
     mean_dollars: Dollars
     mean_over_bound: float
-    missed_deadlines: Annotated[int, Field(ge=0)]
-    mean_launches: Annotated[float, Field(ge=0)]
-    mean_moves: Annotated[float, Field(ge=0)] = 0.0
+    missed_deadlines: Index
+    mean_launches: NonNegative
+    mean_moves: NonNegative = 0.0
     dollars: tuple[Dollars, ...]
 
 
@@ -274,16 +275,16 @@ class RentReport:
     schema: Literal["hetflow.rent/1"] = "hetflow.rent/1"
     work_seconds: PositiveSeconds
     deadline_seconds: PositiveSeconds
-    restart_seconds: Annotated[float, Field(ge=0)]
+    restart_seconds: Seconds
     move_dollars: Dollars = 0.0
-    speeds: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 1.0)
+    speeds: tuple[NonNegative, ...] = (0.0, 1.0)
     machine_speeds: dict[str, PositiveRate] = Field(default_factory=dict)
     on_demand_dollars_per_hour: PositiveDollars | dict[str, PositiveDollars]
     spot_dollars_per_hour: Dollars | dict[str, Dollars]
     has_moving_prices: bool = False
     windows: tuple[Name, ...]
-    num_left_out: Annotated[int, Field(ge=0)] = 0
-    unused_seconds: Annotated[float, Field(ge=0)] = 0.0
+    num_left_out: Index = 0
+    unused_seconds: Seconds = 0.0
     bound_dollars: tuple[Dollars, ...]
     alone_dollars: dict[str, tuple[Dollars, ...]] = Field(default_factory=dict)
     policies: tuple[PolicyReplay, ...]
@@ -312,14 +313,14 @@ class RentState:
     """
 
     schema: Literal["hetflow.rent_state/1"] = "hetflow.rent_state/1"
-    elapsed_seconds: Annotated[float, Field(ge=0)]
+    elapsed_seconds: Seconds
     work_left_seconds: PositiveSeconds
     num_spot: Index = 0
     num_on_demand: Index = 0
     zone: Name | None = None
-    pending_seconds: Annotated[float, Field(ge=0)] = 0.0
+    pending_seconds: Seconds = 0.0
     available: dict[str, Index]
-    unchanged_seconds: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    unchanged_seconds: dict[str, Seconds] = Field(default_factory=dict)
     spot_dollars_per_hour: dict[str, Dollars] = Field(default_factory=dict)
 
 
@@ -348,7 +349,7 @@ class RentAdvice:
 class RentHeld:
     """What a job held from a time on, in seconds since its start, and why."""
 
-    at_seconds: Annotated[float, Field(ge=0)]
+    at_seconds: Seconds
     num_spot: Index = 0
     num_on_demand: Index = 0
     zone: Name | None = None
@@ -373,18 +374,18 @@ class RentRun:
     policy: Name
     work_seconds: PositiveSeconds
     deadline_seconds: PositiveSeconds
-    restart_seconds: Annotated[float, Field(ge=0)]
+    restart_seconds: Seconds
     num_steps: Count
     checkpoint_every: Index
     time_scale: PositiveSeconds = 1.0
-    started_seconds: Annotated[float, Field(ge=0)]
-    seconds: Annotated[float, Field(ge=0)] = 0.0
+    started_seconds: Seconds
+    seconds: Seconds = 0.0
     dollars: Dollars = 0.0
     num_launches: Index = 0
     num_moves: Index = 0
     num_preemptions: Index = 0
     num_steps_repeated: Index = 0
-    longest_restart_seconds: Annotated[float, Field(ge=0)] = 0.0
+    longest_restart_seconds: Seconds = 0.0
     predicted_seconds: PositiveSeconds
     predicted_dollars: Dollars
     predicted_launches: Index
@@ -445,7 +446,7 @@ class PriceReport:
     start: Name
     work_hours: PositiveSeconds
     rates: dict[str, PositiveDollars]
-    restart_seconds: Annotated[float, Field(ge=0)]
+    restart_seconds: Seconds
     cloud_move_dollars: Dollars
     bound_dollars: Dollars
     outcomes: dict[str, StrategyReplay]
@@ -476,9 +477,9 @@ class Survivors:
     """The fraction of machines that reach an age (Kaplan-Meier), with its 95 % interval."""
 
     age_seconds: Seconds
-    part: Share
-    low: Share
-    high: Share
+    part: Fraction
+    low: Fraction
+    high: Fraction
 
 
 @record
@@ -495,7 +496,7 @@ class ZoneOdds:
     zone: Name
     instance_type: Name | None = None
     num_windows: Count
-    available_share: Share
+    available_share: Fraction
     rate: PreemptionRate
     by_age: tuple[PreemptionRate, ...] = ()
     num_lifetimes: Index = 0
@@ -508,7 +509,7 @@ class ZoneOdds:
     survivors: tuple[Survivors, ...] = ()
     young_seconds: PositiveSeconds | None = None
     daly_seconds: PositiveSeconds | None = None
-    lost_share: Annotated[float, Field(ge=0)] | None = None
+    lost_share: NonNegative | None = None
 
 
 @record
@@ -537,7 +538,7 @@ class OddsReport:
 
     schema: Literal["hetflow.odds/1"] = "hetflow.odds/1"
     zones: tuple[ZoneOdds, ...] = ()
-    parts: tuple[Share, ...] = ()
+    parts: tuple[Fraction, ...] = ()
     prices: tuple[PriceOdds, ...] = ()
     together: tuple[ZoneCorrelation, ...] = ()
     checkpoint_seconds: PositiveSeconds | None = None
