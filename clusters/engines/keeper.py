@@ -67,12 +67,13 @@ def keep(folder: Path, lock: int | None) -> int:
     with (folder / OUTPUT).open("ab") as output:
         try:
             user = None if work.get("user") is None else account(work["user"])
+            inherited = dict(os.environ) if user is None else user.environment(os.environ)
             if user is not None:
                 os.fchmod(output.fileno(), 0o600)
                 os.fchown(output.fileno(), user.uid, user.gid)
             process = subprocess.Popen(
                 work["command"],
-                env={**_inherited(user), **work["environment"]},
+                env={**inherited, **work["environment"]},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -94,10 +95,6 @@ def keep(folder: Path, lock: int | None) -> int:
     code = code if code >= 0 else 128 - code
     write_atomically(folder / ENDED, {"exit_code": code})
     return code
-
-
-def _inherited(user: Account | None) -> dict[str, str]:
-    return dict(os.environ) if user is None else user.environment(os.environ)
 
 
 def _identity(user: Account | None) -> dict[str, Any]:

@@ -318,7 +318,7 @@ class SlurmEngine:
         try:
             if (folder / SUBMITTED).exists() or (folder / CLAIM).exists():
                 return self._fate_in_queue(folder)
-            if self._is_time(folder):
+            if time.monotonic() - self._tried.get(folder, -1e9) > _AGAIN_AFTER_SECONDS:
                 self._submit(folder)
         except SlurmUnreachableError:
             pass  # whatever runs goes on without the controller
@@ -375,9 +375,6 @@ class SlurmEngine:
         self._tried.pop(folder, None)
         self._killed.pop(folder, None)
         self._asked.discard(folder)
-
-    def _is_time(self, folder: Path) -> bool:
-        return time.monotonic() - self._tried.get(folder, -1e9) > _AGAIN_AFTER_SECONDS
 
     def _look(self, *, fresh: bool = False) -> Mapping[str, list[tuple[str, str]]]:
         """This user's jobs, as they were at most half a second ago."""

@@ -133,8 +133,10 @@ def choose_combinations(
         keys.append(turn[column])
     ranking = np.lexsort(tuple(keys))
     uses, room = pool.limits(free, active.consolidated)
-    needs = [_needs(uses[:, c]) for c in range(len(pool.columns))]
-    times = [1 if mix else 0 for mix in pool.is_mix.tolist()]
+    needs = [
+        [(kind, count) for kind, count in enumerate(held) if count] for held in uses.T.tolist()
+    ]
+    times = pool.is_mix.tolist()
     left, idle = room.tolist(), int(room.sum())
     busy = [False] * (number + 1)  # the last is nobody
     scale = active.scale.tolist()
@@ -183,10 +185,6 @@ def _extend(active: Active, chosen: Chosen, idle: Ints) -> None:
         if rate[best] > active.rate[column, job]:
             chosen.placed[place] = best
             idle = idle - more[:, best]
-
-
-def _needs(held: Ints) -> list[tuple[int, int]]:
-    return [(kind, count) for kind, count in enumerate(held.tolist()) if count]
 
 
 ANY_SHARE = 1e-300

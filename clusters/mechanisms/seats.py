@@ -249,8 +249,11 @@ class Servers:
             for server, number in (lease or {}).items():
                 reserved[kind][server] -= number
             fewest = self.fewest(kind, needs[i])
-            fits = lease is not None and sum(lease.values()) == needs[i]
-            if lease is not None and fits and _is_free(lease, free[kind]):
+            if (
+                lease is not None
+                and sum(lease.values()) == needs[i]
+                and all(free[kind][server] >= number for server, number in lease.items())
+            ):
                 # Fewer servers are worth a move; as many are not.
                 better = None if len(lease) <= fewest else _seats(needs[i], free[kind])
                 seats = better if better is not None and len(better) < len(lease) else lease
@@ -262,10 +265,6 @@ class Servers:
             now.update(dict.fromkeys(ids[i], (kind, seats)))
         self.held = now
         return close, kept
-
-
-def _is_free(seats: dict[int, int], free: list[int]) -> bool:
-    return all(free[server] >= number for server, number in seats.items())
 
 
 def _seats(need: int, free: list[int], reserved: list[int] | None = None) -> dict[int, int]:

@@ -102,14 +102,12 @@ def _request(deployment: Deployment, group: HostGroup) -> Iterator[str]:
         yield f"--constraint={'&'.join(dict.fromkeys(features))}"
     if found:
         yield "--gres=" + ",".join(
-            f"gpu:{number}" if called.startswith(_FEATURE) else f"gpu:{_gres(called)}:{number}"
+            f"gpu:{number}"
+            if called.startswith(_FEATURE)
+            else f"gpu:{called.removeprefix('gpu:')}:{number}"
             for called, number in found
         )
     yield f"--signal=URG@{_NOTICE_SECONDS}"
-
-
-def _gres(called: str) -> str:
-    return called.removeprefix("gpu:")
 
 
 def _program(deployment: Deployment) -> Iterator[str]:

@@ -234,20 +234,17 @@ def _typed(found: Mapping[str, int]) -> dict[str, int]:
     return {name: number for name, number in typed.items() if number > 0}
 
 
-def _rows_of_json(text: str) -> Iterator[_Row]:
+def _rows_of_json(text: str) -> list[_Row]:
     try:
-        jobs = json.loads(text)["jobs"]
-        rows = [_row_of(job) for job in jobs]
+        return [_row_of(job) for job in json.loads(text)["jobs"]]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ProblemError(
             f"is no output of `sacct --json`: {type(error).__name__} {str(error)[:80]}"
         ) from None
-    yield from rows
 
 
 def _row_of(job: Mapping[str, Any]) -> _Row:
-    state = job["state"]["current"]
-    time = job["time"]
+    state, time = job["state"]["current"], job["time"]
     number, task = _number(job["job_id"]), _number(job.get("array", {}).get("task_id"))
     leader, offset = (_number(job.get("het", {}).get(key)) for key in ("job_id", "job_offset"))
     id_ = f"{number}"

@@ -54,7 +54,8 @@ def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
             for rate, point in zip(rates, profile.batch_curve, strict=True)
         ]
         bars = errors if any(errors) else None
-        axes.errorbar(sizes, rates, yerr=bars, marker="o", capsize=3, label=_label(profile))
+        name = device_name(profile.device_type, profile.emulation is not None)
+        axes.errorbar(sizes, rates, yerr=bars, marker="o", capsize=3, label=name)
     log_axis(axes, "x")
     log_axis(axes, "y")
     axes.set_xlabel("batch size (samples)")
@@ -120,10 +121,6 @@ def _draw_tail(axes: Any, predicted: Prediction, per_second: float) -> None:
             right = left + seconds * per_second
             axes.axvspan(left, right, color=color, alpha=0.4, label=label)
             left = right
-
-
-def _label(profile: Profile) -> str:
-    return device_name(profile.device_type, profile.emulation is not None)
 
 
 def new_figure(*, height_inches: float = 4.0) -> "Figure":
@@ -216,7 +213,8 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
         ]
         figure.legend(handles=patches, loc="outside upper center", ncols=5, fontsize=6)
     upper.set_xlabel("time (h)")
-    upper.set_ylabel(_held(len(rows), sum(run.num_devices.values())))
+    held, total = len(rows), sum(run.num_devices.values())
+    upper.set_ylabel("devices" if held == total else f"devices ({held} of {total} ever held)")
     times = sorted(job.completion_seconds / _HOUR for job in run.jobs)
     shares = [i / len(times) for i in range(len(times) + 1)]
     lower.step([times[0], *times], shares, where="post")
@@ -236,10 +234,6 @@ def device_groups(devices: Sequence[str]) -> list[str]:
     if len(set(groups)) <= MOST_NAMED_ROWS:
         return groups
     return [name.rpartition("/")[2] for name in groups]
-
-
-def _held(held: int, total: int) -> str:
-    return "devices" if held == total else f"devices ({held} of {total} ever held)"
 
 
 def _plain(name: str) -> str:
