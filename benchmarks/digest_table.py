@@ -56,9 +56,10 @@ def main() -> None:
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--stop-after", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        train_all(arguments.train, arguments.only, arguments.stop_after)
+        train_all(arguments.train, arguments.only, arguments.stop_after, arguments.epochs)
         return
     levels = ["elastic"] if arguments.quick else arguments.levels
     digests = {level: measure(level, arguments.seed, quick=arguments.quick) for level in levels}
@@ -251,12 +252,13 @@ def kill(launch: Moving, draw: random.Random) -> list[str]:
     return ["failure"] * NUM_KILLS
 
 
-def train_all(result: Path, only: str | None, stop_after: int | None) -> None:
+def train_all(result: Path, only: str | None, stop_after: int | None, epochs: int) -> None:
     """What each worker runs: the models one after another, each a job of its own."""
     moving = result.parent if only else None
     wanted = {name: make for name, make in models().items() if only in (None, name)}
     found = {
-        name: train(*make(), stop_after, moving, result.parent) for name, make in wanted.items()
+        name: train(*make(), epochs, stop_after, moving, result.parent)
+        for name, make in wanted.items()
     }
     if all(is_main for _, is_main in found.values()):
         result.write_text(json.dumps({name: digest for name, (digest, _) in found.items()}))
@@ -334,7 +336,7 @@ class Losses:
 
 
 def train(  # type: ignore[no-untyped-def]
-    model, dataset, stop_after, moving, here
+    model, dataset, epochs, stop_after, moving, here
 ) -> tuple[str, bool]:
     """Train one model; digest of all that training leaves, and whether this is the first worker."""
     import torch
@@ -351,7 +353,7 @@ def train(  # type: ignore[no-untyped-def]
     losses = Losses()
     job.register(scheduler, losses)
     hold(moving, 0)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for batch in job.batches(loader):
             loss = job.backward(lambda x, y: nn.functional.cross_entropy(model(x), y), batch)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -15,13 +15,14 @@ _table = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_table)
 
 MAPPINGS = tuple(_table.MAPPINGS)
+SHORT = ("--epochs", "2")
 
 
 def run(
     mapping: str, level: str, folder: Path, *options: str
 ) -> "subprocess.CompletedProcess[str]":
     """One launch, as it ended."""
-    command = _table.command_of(_table.MAPPINGS[mapping], level, folder, options)
+    command = _table.command_of(_table.MAPPINGS[mapping], level, folder, options, SHORT)
     return programs.run(command, timeout=_table.LIMIT_SECONDS)
 
 
@@ -29,7 +30,7 @@ def stopped(
     mapping: str, level: str, folder: Path, step: int, *options: str
 ) -> "subprocess.CompletedProcess[str]":
     """One launch that gets SIGTERM after so many steps, as it ended."""
-    arguments = ["--stop-after", str(step)]
+    arguments = [*SHORT, "--stop-after", str(step)]
     command = _table.command_of(_table.MAPPINGS[mapping], level, folder, options, arguments)
     return programs.run_until_stopped(
         command, folder / "stopping", folder / "stopped", timeout=_table.LIMIT_SECONDS
