@@ -48,6 +48,19 @@ LIBRARIES = (
     "torchmetrics.classification",
 )
 
+# The purpose of workers with models of transformers, and what these and exporting them import.
+TRANSFORMERS = (
+    "transformers",
+    "torch._export.non_strict_utils",
+    "torch._functorch.aot_autograd",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.gpt_neox.modeling_gpt_neox",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.vit.modeling_vit",
+)
+
 
 _SHARED = "HETFLOW_TESTS_PRELOADED"  # sockets by purpose, as JSON
 
@@ -57,7 +70,7 @@ def share() -> None:
 
     Each is started when it is first asked for.
     """
-    purposes = ("",), ("software device",), LIBRARIES
+    purposes = ("",), ("software device",), LIBRARIES, TRANSFORMERS
     sockets = {purpose: preloaded(purpose, *modules) for purpose, *modules in purposes}
     os.environ[_SHARED] = json.dumps(sockets)
 

@@ -3,22 +3,9 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from hetflow.tests import programs
-
-TRANSFORMERS = (
-    "torch._export.non_strict_utils",
-    "torch._functorch.aot_autograd",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.gpt_neox.modeling_gpt_neox",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.vit.modeling_vit",
-)
-"""For workers with models of these kinds, and what exports them."""
 
 
 def run_workers(
@@ -26,7 +13,7 @@ def run_workers(
     size: int,
     *arguments: str | Path,
     seconds: float,
-    modules: Sequence[str] = (),
+    with_transformers: bool = False,
 ) -> list[str]:
     """Run a script in several workers, and require that all end well.
 
@@ -35,7 +22,7 @@ def run_workers(
         size: How many workers.
         arguments: The script's, the same for all.
         seconds: How long each may take.
-        modules: What is to be imported once for all workers that ask for the same.
+        with_transformers: Whether they have models of transformers, which is imported once for all.
 
     Returns:
         What each worker wrote to stderr.
@@ -48,8 +35,8 @@ def run_workers(
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    if modules:
-        shared[programs.VARIABLE] = programs.preloaded("more modules", *modules)
+    if with_transformers:
+        shared[programs.VARIABLE] = programs.preloaded(*programs.TRANSFORMERS)
     workers = [
         programs.start(
             [sys.executable, script, *arguments],

@@ -23,7 +23,7 @@ from hetflow.schema import files
 from hetflow.schema.layers import LayerTrace
 from hetflow.schema.profile import BatchPoint, Profile
 
-from .gloo_workers import TRANSFORMERS, run_workers
+from .gloo_workers import run_workers
 from .model_kinds import GLOBAL_BATCH_SIZE, KINDS, build, train
 
 pytestmark = pytest.mark.processes
@@ -164,7 +164,7 @@ def profile_of(kind: str) -> Profile:
 
 def train_on_two(folder: Path) -> None:
     """All kinds, one after another, in the same two processes."""
-    run_workers(KINDS_FILE, 2, folder, *KINDS, seconds=240, modules=TRANSFORMERS)
+    run_workers(KINDS_FILE, 2, folder, *KINDS, seconds=240, with_transformers=True)
 
 
 @pytest.mark.slow

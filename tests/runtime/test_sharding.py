@@ -34,7 +34,6 @@ from hetflow.schema.plan import Plan
 from hetflow.schema.run import RunRecord
 from hetflow.tests import programs
 from hetflow.tests.runtime import sharded_reads, sharded_run
-from hetflow.tests.runtime.gloo_workers import TRANSFORMERS
 from hetflow.tests.runtime.sharded_plans import shared
 
 HERE = Path(__file__).parent
@@ -45,7 +44,7 @@ DEVICES = [(2, 3), (2, 1)]
 
 def train(folder: Path, *kinds: str, code: int = 0) -> list[str]:
     """Train kinds of models on three workers that share states, and in one process."""
-    shared = programs.preloaded("more modules", *TRANSFORMERS)
+    shared = programs.preloaded(*programs.TRANSFORMERS)
     workers = [
         programs.start(
             [sys.executable, HERE / "sharded.py", folder / "store", str(rank), *kinds],

@@ -14,7 +14,7 @@ from hetflow.schema.layers import LayerTrace, TracedInput
 from hetflow.schema.plan import Plan
 
 from ..parallel_plans import parallel_plan
-from .gloo_workers import TRANSFORMERS, run_workers
+from .gloo_workers import run_workers
 
 pytestmark = pytest.mark.processes
 
@@ -234,9 +234,7 @@ def run_world(folder: Path, size: int, plans: dict[str, tuple[str, Plan]]) -> li
         files.write(folder / f"{name}.json", plan)
     asked = [f"{name}={case}" for name, (case, _) in plans.items()]
     needs_more = {case.partition(":")[0] for case, _ in plans.values()} - OURS
-    run_workers(
-        SCRIPT, size, folder, *asked, seconds=180, modules=TRANSFORMERS if needs_more else ()
-    )
+    run_workers(SCRIPT, size, folder, *asked, seconds=180, with_transformers=bool(needs_more))
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 
