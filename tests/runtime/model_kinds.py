@@ -57,22 +57,6 @@ class _Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class _PlainGpt(nn.Module):
-    """A function of one tensor; the head's weights are its own."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([_Block(dropout) for _ in range(2)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 class _NanoGpt(nn.Module):
     """Positions, tied weights, a check of the length, and targets that decide what is answered."""
 
@@ -212,14 +196,6 @@ def _of(model: nn.Module, data: Any, loss: Any) -> tuple[Any, Any, Any]:
     return model.double(), data, lambda model, batch: loss(model, *batch)
 
 
-def plain_gpt(dropout: float = 0.0) -> Any:
-    return _of(
-        _PlainGpt(dropout),
-        _text,
-        lambda m, ids, mask: F.cross_entropy(m(ids).flatten(0, 1), ids.flatten()),
-    )
-
-
 def nano_gpt(dropout: float = 0.0) -> Any:
     return _of(_NanoGpt(dropout), _text, lambda m, ids, mask: m(ids, ids)[1])
 
@@ -297,8 +273,7 @@ def frozen_backbone(dropout: float = 0.0) -> Any:
 KINDS = {
     made.__name__: made
     for made in (
-        plain_gpt, nano_gpt, hf_gpt2, hf_llama, hf_bert, hf_vit, plain_vit, resnet, unet,
-        frozen_backbone,
+        nano_gpt, hf_gpt2, hf_llama, hf_bert, hf_vit, plain_vit, resnet, unet, frozen_backbone,
     )
 }  # fmt: skip
 
