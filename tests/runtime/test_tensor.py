@@ -127,7 +127,6 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "sdpa-tokens-cores": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
         "eager-cores": ("gpt2-eager:sgd:", [(WHOLE, (2,))]),
         "dropout-cores": ("dropping:sgd:", [(WHOLE, (2,))]),
-        "llama-cores": ("llama:sgd:clip", [(WHOLE, (2,))]),
         "qwen": ("qwen:sgd:clip", [(WHOLE, (2,))]),
         "groups": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
         "groups-shards": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
@@ -183,31 +182,26 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         ),
         "sized-chunks": ("sized:sgd:clip", [(part, (2,)) for part in CHUNKS]),
         "apart-cores": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
-        "d2-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "d2-unlike-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "d2-unlike-gradients-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "chunks-d2-gradients-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
-        "chunks-d2-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "exported-qwen-weights-unlike-again": (
             "qwen:sgd:clip-inf-unseen", [((*QWEN[0], *QWEN[1][:2]), (1, 1)), (QWEN[1][2:], (1, 1))]
         ),
     }),
     "p2-t2-d2": (8, {
         "zoo": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))]),
-        "again": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))]),
         "weights": ("zoo:sgd:clip", [(APART[0], (2, 2)), (APART[1], (2, 2))]),
         "chunks": ("zoo:sgd:clip", [(part, (2, 2)) for part in CHUNKS]),
     }),
     "t2-d2": (4, {
         "zoo": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "zoo-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
-        "zoo-unlike-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "zoo-gradients-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "weights-unlike-tokens": ("zoo:sgd:clip", [(WHOLE, (2, 2))]),
         "tokens": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "again": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "t4": ("zoo:sgd:clip", [(WHOLE, (4,))]),
-        "llama": ("llama:sgd:clip-inf", [(WHOLE, (2, 2))]),
     }),
 }  # fmt: skip
 FAST = ("t2",)
