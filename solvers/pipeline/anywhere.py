@@ -31,10 +31,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ...planning.costs.pipeline import slowest_links
 from ...schema.pipeline import PipelineProblem
 from ..effort import DEFAULT, Effort
-from .placements import Moves, PlacementSpace, State, bandwidths_of
+from .placements import (
+    Moves,
+    PlacementSpace,
+    State,
+    bandwidths_of,
+    class_between,
+    link_classes,
+)
 
 Inside = tuple[int, ...]
 """Devices of the chain in its component of each level below the top; 0 where it spans several."""
@@ -128,13 +134,8 @@ class _Builder:
              for number in range(len(pool.levels))]
             for pool in problem.pools
         ]  # fmt: skip
-        self.classes = [
-            (0, *(self.bandwidths.index(rate) for rate in slowest_links(pool.levels)))
-            for pool in problem.pools
-        ]
-        self.inter = 0
-        if len(problem.pools) > 1 and problem.inter_bytes_per_second is not None:
-            self.inter = self.bandwidths.index(problem.inter_bytes_per_second)
+        self.classes = [link_classes(pool, self.bandwidths) for pool in problem.pools]
+        self.inter = class_between(problem, self.bandwidths)
         self.by_pool = len(problem.pools) > 1
 
     def space(self, effort: Effort) -> PlacementSpace | None:

@@ -36,13 +36,17 @@ def assemble(
         bound: A lower bound where the search was cut short; None where it was exhaustive.
         method: How the plan was found.
     """
+    # The timer's step where the schedule flushes, else M inputs of the steady state.
+    step = problem.num_microbatches * objective
+    if problem.traits.flushes:
+        step = step_of(problem, costs, seats.placed)
     return finish(
         problem,
         [_stage(costs, seats, index) for index in range(len(seats.placed))],
         recompute=costs.recompute,
         objective=objective,
         bound=bound,
-        step=_step(problem, costs, seats.placed, objective),
+        step=step,
         method=method,
     )
 
@@ -59,9 +63,7 @@ def finish(
     chunks: int = 1,
 ) -> Plan:
     """Add prediction and proof to the stages of a plan."""
-    lower = objective if bound is None else min(bound, objective)
     places = len(stages) // chunks
-    gap = (objective - lower) / objective if objective > 0 else 0.0
     return Plan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
@@ -74,13 +76,7 @@ def finish(
             step_seconds=step,
             samples_per_second=problem.global_batch_size / step if step > 0 else 0.0,
         ),
-        proof=Proof(
-            termination="optimal" if gap <= 1e-9 else "feasible",
-            objective=objective,
-            lower_bound=lower,
-            gap=gap,
-            method=method,
-        ),
+        proof=proof_of(objective, objective if bound is None else bound, method),
         noam=noam([stage.num_replicas for stage in stages[:places]]),
         stage_cost=problem.stage_cost,
         solved=problem.solved,
@@ -91,13 +87,17 @@ def finish(
     )
 
 
-def _step(
-    problem: PipelineProblem, costs: StageCosts, placed: list[PlacedStage], objective: float
-) -> float:
-    """The timer's step where the schedule flushes, else M inputs of the steady state."""
-    if problem.traits.flushes:
-        return step_of(problem, costs, placed)
-    return problem.num_microbatches * objective
+def proof_of(objective: float, bound: float, method: str) -> Proof:
+    """The proof of a plan by a lower bound, which rounding may have put above the objective."""
+    bound = min(bound, objective)
+    gap = (objective - bound) / objective if objective > 0 else 0.0
+    return Proof(
+        termination="optimal" if gap <= 1e-9 else "feasible",
+        objective=objective,
+        lower_bound=bound,
+        gap=gap,
+        method=method,
+    )
 
 
 def fill_seconds(costs: StageCosts, placed: list[PlacedStage]) -> float:
@@ -139,15 +139,8 @@ def stage_between(
 ) -> Stage:
     """Build the stage between two cuts, with its costs.
 
-    Args:
-        costs: The tables.
-        cuts: Where it begins and ends.
-        number: Of its pool.
-        devices: Of the pool, one a replica.
-        span: The slowest link among them, by its place in the tables.
-        held: What a replica holds.
-        sent: Seconds of both messages over the boundary behind it.
-        memory_bytes: What each of its devices holds.
+    ``number`` is its pool's, ``span`` the place in the tables of the slowest link among its
+    devices, ``sent`` the seconds of both messages over the boundary behind it.
     """
     (first, last), problem, replicas = cuts, costs.problem, len(devices)
     pool = problem.pools[number]

@@ -55,7 +55,7 @@ def search_line(
     placed = line.place(below)
     if placed is None:
         return None
-    high, low, halvings = line.attained(placed), 0.0, 0
+    high, low, halvings = objective(costs, placed), 0.0, 0
     probe = False
     while high > low * (1 + TOLERANCE) and high > 0:
         limit = high * (1 - TOLERANCE) if probe else _between(low, high)
@@ -67,7 +67,7 @@ def search_line(
         if found is None:
             low, probe = limit, False
         else:
-            placed, high = found, min(limit, line.attained(found))
+            placed, high = found, min(limit, objective(costs, found))
             # After some halvings the plan in hand is often the best one: to ask just below what it
             # attains proves that at once, where halving would go on to the last digit.
             probe = halvings > _HALVINGS_BEFORE_PROBING
@@ -276,10 +276,6 @@ class MoveLine:
                 found = results[wanted - 1][lowest - part.start :]
                 return lowest + int(np.flatnonzero(found == cut)[0])
         raise AssertionError("every reached state has a move into it")
-
-    def attained(self, placed: list[PlacedStage]) -> float:
-        """The slowest stage or boundary of a placement, seconds per input."""
-        return objective(self.costs, placed)
 
 
 def objective(costs: StageCosts, placed: list[PlacedStage]) -> float:

@@ -144,10 +144,10 @@ class PlacementSpace:
 class _Pool:
     """One pool's geometry."""
 
-    def __init__(self, pool: DevicePool, bandwidths: list[float]) -> None:
+    def __init__(self, pool: DevicePool, bandwidths: tuple[float, ...]) -> None:
         self.levels = pool.levels
         self.size = pool.num_devices
-        self.classes = (0, *(bandwidths.index(b) for b in slowest_links(pool.levels)))
+        self.classes = link_classes(pool, bandwidths)
 
     def link(self, one: int, other: int) -> int:
         return self.classes[shared_level(self.levels, one, other)]
@@ -181,8 +181,7 @@ def build(problem: PipelineProblem, effort: Effort = DEFAULT) -> PlacementSpace:
     Raises:
         OutOfTimeError: The effort's limit came first.
     """
-    builder = _Builder(problem, list(bandwidths_of(problem)))
-    return builder.space(effort)
+    return _Builder(problem).space(effort)
 
 
 def bandwidths_of(problem: PipelineProblem) -> tuple[float, ...]:
@@ -193,6 +192,18 @@ def bandwidths_of(problem: PipelineProblem) -> tuple[float, ...]:
     return (float("inf"), *sorted(links, reverse=True))
 
 
+def link_classes(pool: DevicePool, bandwidths: tuple[float, ...]) -> tuple[int, ...]:
+    """[levels + 1] the place among the bandwidths: of one device, then of each level's links."""
+    return (0, *(bandwidths.index(rate) for rate in slowest_links(pool.levels)))
+
+
+def class_between(problem: PipelineProblem, bandwidths: tuple[float, ...]) -> int:
+    """The place among the bandwidths of the links between pools; 0 for one pool."""
+    if len(problem.pools) == 1 or problem.inter_bytes_per_second is None:
+        return 0
+    return bandwidths.index(problem.inter_bytes_per_second)
+
+
 def chain(problem: PipelineProblem, stages: Sequence[tuple[int, int]]) -> list[Move]:
     """Moves that put (pool, replicas) after (pool, replicas) on runs of devices, first stage first.
 
@@ -200,8 +211,8 @@ def chain(problem: PipelineProblem, stages: Sequence[tuple[int, int]]) -> list[M
     source of the last stage is 0.
     """
     bandwidths = bandwidths_of(problem)
-    pools = [_Pool(pool, list(bandwidths)) for pool in problem.pools]
-    inter = bandwidths.index(problem.inter_bytes_per_second) if len(pools) > 1 else 0
+    pools = [_Pool(pool, bandwidths) for pool in problem.pools]
+    inter = class_between(problem, bandwidths)
     used, workers, behind = [0] * len(pools), 0, -1
     found: list[Move] = []
     # From the model's end: used devices count from there.
@@ -217,10 +228,10 @@ def chain(problem: PipelineProblem, stages: Sequence[tuple[int, int]]) -> list[M
 
 
 class _Builder:
-    def __init__(self, problem: PipelineProblem, bandwidths: list[float]) -> None:
+    def __init__(self, problem: PipelineProblem) -> None:
         self.problem = problem
-        self.bandwidths = bandwidths
-        self.pools = [_Pool(pool, bandwidths) for pool in problem.pools]
+        self.bandwidths = bandwidths_of(problem)
+        self.pools = [_Pool(pool, self.bandwidths) for pool in problem.pools]
         limited = any(pool.limit_bytes is not None for pool in problem.pools)
         exactly = problem.workers == "exactly"
         self.may_skip = not exactly
@@ -239,9 +250,7 @@ class _Builder:
         digits += [problem.num_devices + 2, len(self.pools) + 1, (problem.stage_limit or 0) + 2]
         self.digits = np.array(digits, np.int64)
         self.worth = np.concatenate([[1], np.cumprod(self.digits[:-1])]).astype(np.int64)
-        self.inter = 0
-        if problem.inter_bytes_per_second is not None and self.by_pool:
-            self.inter = bandwidths.index(problem.inter_bytes_per_second)
+        self.inter = class_between(problem, self.bandwidths)
 
     def space(self, effort: Effort) -> PlacementSpace:
         """States are numbers whose digits are what ``State`` holds, each moved up by one."""
@@ -265,7 +274,7 @@ class _Builder:
         found = found[:, np.lexsort((found[3], found[2], found[0], found[1]))]
         effort.check()
         states = tuple(self._state(row) for row in self._read(known).tolist())
-        return PlacementSpace(states, Moves(*found), tuple(self.bandwidths))
+        return PlacementSpace(states, Moves(*found), self.bandwidths)
 
     def _counted(self) -> tuple[int, int, int]:
         return 0 if self.by_worker else -1, -1, 0 if self.by_stage else -1
@@ -524,7 +533,7 @@ def _linked(
     found = []
     for index, (first, last, move) in enumerate(placed):
         levels = problem.pools[move.pool].levels
-        classes = (0, *(space.bandwidths.index(rate) for rate in slowest_links(levels)))
+        classes = link_classes(problem.pools[move.pool], space.bandwidths)
         held = devices[index]
         span = classes[shared_level(levels, held[0], held[-1])]
         gap = move.gap

@@ -24,6 +24,7 @@ from ...schema.errors import BackendError, HetflowError, InfeasibleError, Proble
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan, Prediction, Stage
 from ..effort import Effort
+from .assemble import proof_of
 
 
 def predicted(problem: PipelineProblem, plan: Plan) -> Plan:
@@ -47,18 +48,7 @@ def with_proof(plan: Plan, objective: float, bound: float | None) -> Plan:
     """The plan with another objective and bound of it, and what then is proved."""
     if bound is None:
         return replace(plan, proof=replace(plan.proof, objective=objective))
-    bound = min(bound, objective)
-    gap = (objective - bound) / objective if objective > 0 else 0.0
-    return replace(
-        plan,
-        proof=replace(
-            plan.proof,
-            termination="optimal" if gap <= 1e-9 else "feasible",
-            objective=objective,
-            lower_bound=bound,
-            gap=gap,
-        ),
-    )
+    return replace(plan, proof=proof_of(objective, bound, plan.proof.method))
 
 
 def _counts(problem: PipelineProblem) -> bool:

@@ -9,11 +9,12 @@ take any devices in any order (anywhere.py). Memory limits and device types are 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
-from ...schema.errors import InfeasibleError, TooLittleTimeError
+from ...schema.errors import TooLittleTimeError
 from ...schema.pipeline import PipelineProblem
 from ...schema.plan import Plan
 from ..effort import DEFAULT, MOST_GIVEN_UP, Effort, OutOfTimeError
@@ -70,16 +71,10 @@ def solve(
             stage lacks how many bytes.
         TooLittleTimeError: ``effort`` stopped the search before it had a plan.
     """
+    of_passes = partial(_least_of_passes, method=method, effort=effort)
 
     def least(asked: PipelineProblem) -> Plan:
-        def at_one_price(part: PipelineProblem) -> Plan:
-            return least_with_fixed(
-                part,
-                lambda of_types: _least_of_passes(of_types, method=method, effort=effort),
-                effort,
-            )
-
-        return least_of_one_or_more(asked, at_one_price)
+        return least_of_one_or_more(asked, lambda part: least_with_fixed(part, of_passes, effort))
 
     if fastest:
         return least(problem)
@@ -149,7 +144,7 @@ class _Task:
     effort: Effort
     was_stopped: bool = False
 
-    def candidates(self, costs: StageCosts) -> list["Candidate"]:
+    def candidates(self, costs: StageCosts) -> list[Candidate]:
         """Single stages, and the least bottleneck of ordered placements."""
         found = _single_stages(self.problem, costs, self.space)
         search = _search(self.problem, costs.cuts, self.method)
@@ -162,7 +157,7 @@ class _Task:
         if placed is None and np.isfinite(below) and not self.was_stopped and not found:
             placed = self.ask(search, costs, self.space, np.inf)
         found += [placed] if placed is not None else []
-        return [self.seated(costs, self.space, entry) for entry in found]
+        return [Candidate(costs, seat(self.problem, self.space, entry)) for entry in found]
 
     def _first_guess(self, costs: StageCosts, found: list[list[PlacedStage]]) -> float:
         """Seconds that a placement attains: a single stage, or cuts in the layers' own order."""
@@ -193,22 +188,14 @@ class _Task:
             self.was_stopped = True
             return stopped.placed if isinstance(stopped, StoppedError) else None
 
-    def seated(
-        self, costs: StageCosts, space: PlacementSpace, placed: list[PlacedStage]
-    ) -> "Candidate":
-        """A placement as a plan's stages."""
-        return Candidate(costs, seat(self.problem, space, placed))
 
-    def finish(self, best: "Candidate", seconds: float, bound: float, claim: str) -> Plan:
-        """The plan of a candidate, with what is proved of it."""
-        return assemble(self.problem, best.costs, best.seats, seconds, bound, claim)
-
-
-def _bottleneck(task: _Task, found: list["Candidate"]) -> Plan:
+def _bottleneck(task: _Task, found: list[Candidate]) -> Plan:
     """The least bottleneck of ordered placements, then of all."""
     problem, cuts = task.problem, task.tables[0].cuts
     ordered = _choose(found)
-    spread = relaxed_bound(task.tables, task.space)
+    # No partition beats all compute at its best rate, spread over all devices.
+    kinds, _ = task.space.moves.numbered("pool", "num_replicas", "span")
+    spread = _spread(task.tables, kinds)
     is_closed = cuts.complete and not task.was_stopped
     best, bound = ordered, ordered.seconds
     if not has_one_order(problem):
@@ -222,10 +209,10 @@ def _bottleneck(task: _Task, found: list["Candidate"]) -> Plan:
     is_gap = bound < best.seconds * (1 - EXACT)
     if is_gap and is_closed and best is ordered:
         name += ORDERED
-    return task.finish(best, best.seconds, bound, name)
+    return assemble(problem, best.costs, best.seats, best.seconds, bound, name)
 
 
-def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
+def _anywhere(task: _Task, ordered: Candidate) -> tuple[Candidate, float]:
     """A placement in any order that beats the ordered one, and a bound of all."""
     # A relaxed search bounds them; where its answer fits the components it is the optimum. Else
     # the exact space is searched, where it is small enough.
@@ -248,7 +235,7 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
             bound = objective(costs, placed)
             # A relaxed placement that has seats costs what it says: it is the optimum.
             try:
-                other = task.seated(costs, counted, placed)
+                other = Candidate(costs, seat(problem, counted, placed))
             except NoSeatsError:
                 if counted.kind == "blind":
                     # Blind placements have no seats to look for: only the bound counts.
@@ -264,10 +251,10 @@ def _exactly(
     task: _Task,
     search: PlacementSearch,
     costs: StageCosts,
-    best: "Candidate",
+    best: Candidate,
     bound: float,
     most_moves: float,
-) -> tuple["Candidate", float]:
+) -> tuple[Candidate, float]:
     """The best placement where what every component holds is counted, and what is proved."""
     space = exact(task.problem, most_moves, task.effort)
     if space is None:
@@ -278,11 +265,11 @@ def _exactly(
     # Nothing faster in the exact space, so the best known is proved.
     if placed is None:
         return best, best.seconds
-    other = task.seated(costs, space, placed)
+    other = Candidate(costs, seat(task.problem, space, placed))
     return other, other.seconds
 
 
-def _least_step(task: _Task, found: list["Candidate"]) -> Plan:
+def _least_step(task: _Task, found: list[Candidate]) -> Plan:
     """The least step, of placements in any order where the search closes, else of ordered ones."""
     problem, tables, cuts = task.problem, task.tables, task.tables[0].cuts
     search, best = _search(problem, cuts, "auto"), Incumbent()
@@ -299,7 +286,7 @@ def _least_step(task: _Task, found: list["Candidate"]) -> Plan:
     suffix = "" if cuts.complete else "; cuts in the layers' own order only"
     name = f"least step over {cuts.size} cuts, flat, ring prices{suffix}{claim}"
     bound = min(bound, best.seconds)
-    return task.finish(Candidate(best.costs, best.seats), best.seconds, bound, name)
+    return assemble(problem, best.costs, best.seats, best.seconds, bound, name)
 
 
 def _step_bound(task: _Task, best: Incumbent, search: PlacementSearch) -> tuple[float, str]:
@@ -358,11 +345,6 @@ def _choose(found: list[Candidate]) -> Candidate:
     return min(ties, key=lambda c: (fill_seconds(c.costs, c.seats.placed), len(c.seats.placed)))
 
 
-def relaxed_bound(tables: list[StageCosts], space: PlacementSpace) -> float:
-    """A bound that no partition beats: all compute at its best rate, spread over all devices."""
-    return _spread(tables, space.moves.numbered("pool", "num_replicas", "span")[0])
-
-
 def _spread_bound(tables: list[StageCosts]) -> float:
     """A bound before the moves are listed, over every number of replicas on the fastest links."""
     pools = enumerate(tables[0].problem.pools)
@@ -396,6 +378,3 @@ def _name(problem: PipelineProblem, cuts: Cuts) -> str:
     kind = "parametric search" if search is search_line else "dynamic program"
     suffix = "" if cuts.complete else "; cuts in the layers' own order only"
     return f"{kind} over {cuts.size} cuts, flat, {problem.stage_cost} prices{suffix}"
-
-
-__all__ = ["InfeasibleError", "Method", "solve"]

@@ -89,7 +89,7 @@ class StageCosts:
             ]
         )
         self.total_weight = float(cuts.weight_bytes[-1])
-        self._memory = StageMemory(problem, cuts)
+        self.memory = StageMemory(problem, cuts)
         self._own: dict[tuple[int, bool, int, StageHeld, bool], Floats] = {}
         # A stage that ends at a later cut is never smaller, so memory allows all ends up to one.
         self.is_line = cuts.before is None and (cuts.copied_bytes is None or problem.traits.flushes)
@@ -197,7 +197,7 @@ class StageCosts:
         share *= any(layer.statistics_bytes for layer in self.problem.layers)
         key = pool, num_replicas > 1, share, held, standing
         if key not in self._own:
-            self._own[key] = self._memory.table(
+            self._own[key] = self.memory.table(
                 pool, num_replicas, held, recompute=self.recompute, standing=standing
             )
         return self._own[key]
@@ -234,20 +234,6 @@ class StageCosts:
         """What a plan states of a device whose stages hold so much, as ``memory_parts`` has it."""
         own = self.problem.pools[pool]
         return round(standing + worker_bytes(self.problem, own, num_replicas, passing))
-
-    def at_moments(
-        self,
-        stage: tuple[int, int],
-        pool: int,
-        num_replicas: int,
-        versions: int,
-        moments: HeldMoment,
-    ) -> tuple[float, Floats, Floats]:
-        """``StageMemory.at_moments``."""
-        recompute = self.recompute
-        return self._memory.at_moments(
-            pool, num_replicas, versions, moments, stage, recompute=recompute
-        )
 
     def lack_bytes(self, first: int, last: int, move: Move, workers: int | None = None) -> float:
         """Bytes that a replica of a placed stage lacks; what it leaves free is negative."""
@@ -353,13 +339,7 @@ class StageMemory:
     ) -> tuple[float, Floats, Floats]:
         """Bytes of one replica of a stage between two cuts, as ``table`` counts them, but samples.
 
-        Args:
-            pool: Number of the replica's devices.
-            num_replicas: Of the stage.
-            versions: Of its weights.
-            moments: Arrays [moments, 1].
-            stage: Its cuts.
-            recompute: Whether it recomputes its activations.
+        ``moments`` are arrays [moments, 1], ``stage`` are its cuts.
 
         Returns:
             In an update; [moments] without the pass that runs; and with it.

@@ -367,6 +367,11 @@ class Batches:
             row_need=need,
         )
 
+    def values(self, model: StepModel, behind: Floats, rows: Ints) -> Floats:
+        """[rows, cuts] all behind a stage that ends at a cut, and the stage's own part there."""
+        found: Floats = behind[self.row_source[rows], self.row_need[rows]]
+        return found + model.closing[self.row_pool[rows]]
+
 
 def _parts(moves: Ints, target: Ints, most: int) -> list[Ints]:
     """Cut moves between targets into parts of about ``most``."""
@@ -426,12 +431,7 @@ class Windows:
 
     def fill(self, behind: Floats, rows: Ints) -> None:
         """Fill the rows whose sources are complete."""
-        batched = self.batched
-        # [rows, cuts] everything behind a stage that ends at a cut, and the stage's own part that
-        # depends on the end.
-        values = behind[batched.row_source[rows], batched.row_need[rows]]
-        values = values + self.model.closing[batched.row_pool[rows]]
-        self.minima[0, rows, :-1] = values
+        self.minima[0, rows, :-1] = self.batched.values(self.model, behind, rows)
         for level in range(1, len(self.minima)):
             step = 1 << (level - 1)
             values = np.full((len(rows), self.model.size + 1), np.inf)
@@ -487,7 +487,7 @@ class Suffixes:
     def fill(self, behind: Floats, rows: Ints) -> None:
         """Fill in the costs, as ``Windows.fill`` says."""
         self.behind = behind
-        values = self._values(rows)
+        values = self.batched.values(self.model, behind, rows)
         # Strictly behind each cut, as a stage has a layer at least: the reversed running minimum
         # begins at the last.
         self.minima[rows, :-1] = np.minimum.accumulate(values[:, :0:-1], axis=1)[:, ::-1]
@@ -499,14 +499,10 @@ class Suffixes:
 
     def whole(self, batch: MoveBatch) -> Floats:
         """The cost of all layers, as of ``Windows.whole``."""
-        totals = self._values(batch.row) + self.step_ends.of(batch.kind)
+        totals = self.batched.values(self.model, self.behind, batch.row)
+        totals = totals + self.step_ends.of(batch.kind)
         found: Floats = totals[:, 1:].min(axis=1) - self.model.compute[batch.pool, 0]
         return found
-
-    def _values(self, rows: Ints) -> Floats:
-        batched = self.batched
-        found: Floats = self.behind[batched.row_source[rows], batched.row_need[rows]]
-        return found + self.model.closing[batched.row_pool[rows]]
 
 
 def _windows(model: StepModel, kinds: tuple[MoveKind, ...]) -> tuple[Ints, list[MoveKind]]:
@@ -555,11 +551,7 @@ class Squares:
 
     def fill(self, behind: Floats, rows: Ints) -> None:
         """Fill in the costs, as ``Windows.fill`` says."""
-        batched = self.batched
-        self.values[rows] = (
-            behind[batched.row_source[rows], batched.row_need[rows]]
-            + self.model.closing[batched.row_pool[rows]]
-        )
+        self.values[rows] = self.batched.values(self.model, behind, rows)
 
     def least(self, batch: MoveBatch, link: Ints) -> Floats:
         """The least cost, as of ``Windows.least``; moves of one window and row share an answer."""
@@ -710,9 +702,9 @@ class Tables:
         return found
 
     def placement(self, sums: Sums) -> list[PlacedStage] | None:
+        """A placement of the least whole sum; None where the limit allows nothing."""
         # The tables keep sums without predecessors: the plan is read back from the first stage,
         # each stage the best of the moves into its state.
-        """A placement of the least whole sum; None where the limit allows nothing."""
         state = int(self.final[int(np.argmin(sums.whole[self.final]))])
         if not np.isfinite(sums.whole[state]):
             return None

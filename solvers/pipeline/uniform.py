@@ -228,7 +228,7 @@ class PlaceMoments(NamedTuple):
     in_flight: Ints
     """Microbatches that some of its stages have in flight."""
     held: tuple[HeldMoment, ...]
-    """[stages] of arrays [moments, 1], as ``StageCosts.at_moments`` takes them."""
+    """[stages] of arrays [moments, 1], as ``StageMemory.at_moments`` takes them."""
 
     @classmethod
     def of(cls, moments: Sequence[DeviceMoment]) -> "PlaceMoments":
@@ -351,12 +351,13 @@ class ShapeOption:
         for own, stage in zip(moments.held, self._held[place], strict=True):
             key = stage, cut[stage], cut[stage + 1]
             if key not in self._at_moments:
-                self._at_moments[key] = self.costs.at_moments(
-                    key[1:],
+                self._at_moments[key] = self.costs.memory.at_moments(
                     self.pools[stage],
                     self.shape.layout.num_replicas,
                     self.shape.held[stage].versions,
                     own,
+                    key[1:],
+                    recompute=self.costs.recompute,
                 )
             of_update, bare, whole = self._at_moments[key]
             update, standing = update + of_update, standing + bare
