@@ -204,9 +204,9 @@ class RentJob:
         dollars = held.num_spot * prices[held.zone] if held.num_spot else 0.0
         return dollars + (held.num_on_demand and held.num_on_demand * self.on_demand(held.zone))
 
-    def tick_dollars(self, held: Held, spot: Prices | None = None) -> float:
-        """Dollars for one tick of holding, without a move."""
-        return self.dollars_per_hour(held, spot) * self.tick_seconds / 3600
+    def tick_dollars(self, held: Held) -> float:
+        """Dollars for one tick of holding at the job's prices, without a move."""
+        return self.dollars_per_hour(held) * self.tick_seconds / 3600
 
     def leaving_dollars(self, zone: int) -> float:
         """Dollars of a launch in another cloud than that of a zone, if the last one was in it."""

@@ -246,28 +246,19 @@ class Relaxation:
                     # Shares may be unlike, but some replica has at least an equal one.
                     with_it = [o for o in options if o.tensor_parallel_size == key[1]]
                     own = with_it if self.space.unlike else [option]
-                    every = slice(None)
-                    kinds[key] = least + np.min(
-                        [self.update(each, every, every, least) for each in own], axis=0
-                    )
+                    kinds[key] = least + np.min([self._update(o, least) for o in own], axis=0)
             self._exchange = np.array(
                 [kinds[option.pool, option.tensor_parallel_size] for option in options]
             )
         return self._exchange
 
-    def update(
-        self, option: StageOption, starts: "slice | int", ends: "slice | int", reduce: np.ndarray
-    ) -> np.ndarray:
+    def _update(self, option: StageOption, reduce: np.ndarray) -> np.ndarray:
         """The optimizer's update of stages [starts, ends], with what replicas then exchange."""
-        gathers = gather_ratio(self.problem) * reduce
+        sums = np.array(option.updates)
+        own = sums[None, :] - sums[:, None]
         if self.problem.cost_rule == "sailor":
-            own = np.append(np.array(option.update_at), 0.0)[starts]
-            own = own[:, None] if isinstance(ends, slice) else own
-        else:
-            sums = np.array(option.updates)
-            last = sums[None, ends] if isinstance(ends, slice) else sums[ends]
-            own = last - (sums[starts, None] if isinstance(ends, slice) else sums[starts])
-        whole: np.ndarray = own + gathers
+            own = np.append(np.array(option.update_at), 0.0)[:, None]
+        whole: np.ndarray = own + gather_ratio(self.problem) * reduce
         return whole
 
     def first_by_memory(self, num_behind: int) -> np.ndarray:

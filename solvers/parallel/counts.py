@@ -97,8 +97,6 @@ def deal(
     Raises:
         UndecidedError: There are too many ways to try; only for three and more kinds of pairs.
     """
-    # Stages of the same groups are dealt together: only how many of all their replicas are of the
-    # first group matters, as any of them can have it.
     known = list(fixed) or [0] * len(stages)
     kinds = Counter(tuple(g) for g, first in zip(stages, known, strict=True) if not first)
     pairs = [kind for kind in kinds if len(kind) > 1]

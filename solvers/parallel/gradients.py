@@ -112,7 +112,6 @@ class Rings:
     def _links(self, pools: tuple[int, ...], degrees: tuple[int, ...]) -> tuple[LinkCurve, ...]:
         """The links of a ring: inside a server, or each type's own and those between types."""
         each = [self._problem.pools[pool] for pool in pools]
-        # One type: the ring may be inside a server. Two: every link of the ring counts.
         if len(each) == 1:
             return (ring_link(each[0], min(degrees), self._d),)
         pairs = combinations([pool.device_type for pool in each], 2)
@@ -188,12 +187,9 @@ def replica_counts(
     units = -(-problem.global_batch_size // microbatch_size)
     fewest: dict[int, int] = {}
     for replicas in range(1, min(most, units) + 1):
-        # Replicas that share weights meet in every pass, so all run equally many.
         if problem.shard == "all" and units % replicas:
             continue
-        # The fewest replicas that run as many microbatches come first. Others take more devices,
-        # and their all-reduce is no shorter: any plan of theirs is still one without some
-        # replicas. Not so where they share states, or reduce faster.
+        # The fewest replicas that run as many microbatches come first.
         fewer = fewest.setdefault(-(-units // replicas), replicas)
         if (
             fewer == replicas

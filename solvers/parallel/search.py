@@ -167,7 +167,6 @@ class ReplicaSearch:
 
         Bounds of many regions at once do not count a path's stages.
         """
-        # Bounds of many regions at once do not count a path's stages.
         if len(path) > self.most_stages:
             return None
         stages: list[tuple[int, int, tuple[int, ...], int]] = []

@@ -102,7 +102,7 @@ class SplitPool:
         capped = np.minimum(left / self.seconds, self.limits)
         fit: Ints = capped.astype(np.int64)
         # Division may round across a whole number either way, so the times themselves decide.
-        fit += self.device_seconds(fit + 1) <= seconds  # division may round across a whole number
+        fit += self.device_seconds(fit + 1) <= seconds
         fit -= (fit > 0) & (self.device_seconds(fit) > seconds)
         capped_fit: Ints = np.minimum(fit, self.limits)
         return capped_fit
@@ -335,9 +335,7 @@ def _sums_of(pool: SplitPool, counts: Sequence[int], width: int) -> int:
     return sums
 
 
-def greedy_counts(
-    pool: SplitPool, tops: list[int], counts: tuple[int, ...], limit: int
-) -> tuple[int, ...]:
+def greedy_counts(tops: list[int], counts: tuple[int, ...], limit: int) -> tuple[int, ...]:
     """The ``limit`` devices that can do most, as counts per type."""
     left, taken = limit, [0] * len(counts)
     for kind in sorted(range(len(counts)), key=lambda kind: (-tops[kind], kind)):
@@ -355,7 +353,7 @@ def counts_within(
     # that the devices which can do most are full.
     passes = pool.passes(seconds)
     tops = pool.tops(passes)
-    first = greedy_counts(pool, tops, counts, limit)
+    first = greedy_counts(tops, counts, limit)
     if sum(n * top for n, top in zip(first, tops, strict=True)) < pool.batch:
         return None
     if feasible_sums(pool, first, seconds):
@@ -371,7 +369,7 @@ def _counts_by_pairs(
     kinds = [kind for kind, n in enumerate(counts) if n and tops[kind]]
     if len(kinds) == 1:
         return None  # the first choice was the only one
-    chosen = greedy_counts(pool, tops, counts, limit)
+    chosen = greedy_counts(tops, counts, limit)
     pivot = min(tops[kind] for kind, n in enumerate(chosen) if n)
     # A device beyond the best ones is worth ``pivot`` at most; what better types do beyond that is
     # the ideal.

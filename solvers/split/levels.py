@@ -24,7 +24,7 @@ from ...planning.costs.comm import Wire, slowest_wire, sync_seconds
 from ...planning.costs.split import closing_seconds
 from ...schema.plan import RefutedSplits, ReplicaGroup, SplitCertificate, device_group
 from ...schema.problem import SplitProblem
-from .feasible import Floats, SplitPool, counts_within
+from .feasible import Floats, SplitPool, counts_within, greedy_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +75,16 @@ def single_devices(problem: SplitProblem) -> list[OnOneDevice]:
 
 def first_bound(pool: SplitPool, level: Level) -> float:
     """Devices' time if work could be divided at will: B over the fastest devices' rates."""
-    rates = np.maximum.reduceat(pool.sizes / pool.seconds, pool.starts)
-    total, left = 0.0, level.num_devices
-    for rate, count in sorted(zip(rates.tolist(), level.counts, strict=True), reverse=True):
-        total += rate * min(left, count)
-        left -= min(left, count)
+    passes = float(_compute_bounds(pool, level.counts)[level.num_devices - 1])
     # Rounding must not make a bound of it that the optimum breaks.
-    return (pool.batch / total + float(_least_rests(pool, pool.rests, level.counts))) * (1 - 1e-12)
+    return (passes + float(_least_rests(pool, pool.rests, level.counts))) * (1 - 1e-12)
 
 
 def holds(pool: SplitPool, level: Level, seconds: float) -> bool:
     """Whether the level's devices can do at least B within ``seconds``, exactness aside."""
     tops = pool.tops(pool.passes(seconds))
-    left, total = level.num_devices, 0
-    for top, count in sorted(zip(tops, level.counts, strict=True), reverse=True):
-        total += top * min(left, count)
-        left -= min(left, count)
-    return total >= pool.batch
+    most = greedy_counts(tops, level.counts, level.num_devices)
+    return sum(count * top for count, top in zip(most, tops, strict=True)) >= pool.batch
 
 
 def type_sets(

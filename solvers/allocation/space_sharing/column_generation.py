@@ -13,6 +13,7 @@ the program's prices (``pairs``). Then the times are dealt out to the rows.
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,13 +28,12 @@ BROKEN = 2e-9
 TOLERANCE = 1e-9
 
 
-class RowPrices:
+class RowPrices(NamedTuple):
     """Prices of rows: time ``u``, throughput ``y`` [rows], and of ``resources``."""
 
-    __slots__ = ("resources", "u", "y")
-
-    def __init__(self, u: Floats, y: Floats, resources: Floats) -> None:
-        self.u, self.y, self.resources = u, y, resources
+    u: Floats
+    y: Floats
+    resources: Floats
 
 
 class Master:

@@ -5,7 +5,7 @@ it lacks are not. For each scale factor and device type the reference models are
 with each other are all known; any other model needs one known pair with a reference at least.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations_with_replacement
 
 import numpy as np
@@ -22,21 +22,6 @@ from ..program import Bools, Floats
 
 _ROUNDS = 500
 _SETTLED = 1e-10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairEstimate:
-    """What is known of a new job.
-
-    ``reference`` is the index of the nearest reference job and ``distance`` the root mean
-    square between the two fingerprints; ``completed`` [references] is the fingerprint and
-    ``throughputs`` [references] the estimate: measured where measured, else the reference's.
-    """
-
-    reference: int
-    distance: float
-    completed: Floats
-    throughputs: Floats
 
 
 def complete(
@@ -85,37 +70,29 @@ def _regress(matrix: Floats, known: Bools, other: Floats, ridge: Floats) -> Floa
     return rows
 
 
-def estimate(references: Floats, measured: Floats, known: Bools, *, rank: int = 3) -> PairEstimate:
-    """Estimate a new job's normalised throughputs beside every reference job.
+def estimate(
+    references: Floats, measured: Floats, known: Bools, *, rank: int = 3
+) -> tuple[int, Floats]:
+    """Estimate a new job's throughputs beside every reference job, relative to alone.
 
     Args:
-        references: Throughput of each reference job beside each other, relative to alone
-            [references, references].
-        measured: The new job's, relative to alone [references]; those not known are ignored.
+        references: Of each reference job beside each other [references, references].
+        measured: The new job's [references]; those not known are ignored.
         known: Which were measured [references].
         rank: Rank of the completion.
 
+    Returns:
+        The nearest reference job, and the new job's throughputs [references]: measured where
+        measured, else those of the nearest.
+
     Raises:
-        ProblemError: Nothing was measured, a value is not finite, or shapes disagree.
+        ProblemError: Nothing was measured, or a value is not finite.
     """
-    number = len(references)
-    if references.shape != (number, number) or measured.shape != (number,):
-        raise ProblemError(
-            f"references must be square and measured as long, got {references.shape} and "
-            f"{measured.shape}"
-        )
-    matrix = np.vstack((references, measured))
-    seen = np.vstack((np.ones((number, number), dtype=bool), known))
-    completed = complete(matrix, seen, rank=rank)[-1]
+    seen = np.vstack((np.ones_like(references, dtype=bool), known))
+    completed = complete(np.vstack((references, measured)), seen, rank=rank)[-1]
     # Measured entries are compared as measured, completed ones as completed.
-    distances = np.sqrt(((references - completed) ** 2).mean(axis=1))
-    nearest = int(np.argmin(distances))
-    return PairEstimate(
-        reference=nearest,
-        distance=float(distances[nearest]),
-        completed=completed,
-        throughputs=np.where(known, measured, references[nearest]),
-    )
+    nearest = int(np.argmin(((references - completed) ** 2).mean(axis=1)))
+    return nearest, np.where(known, measured, references[nearest])
 
 
 FEWEST = 3  # references, for a nearest one to mean something
@@ -168,11 +145,11 @@ def _fill(
         measured = known[new, references]
         if new in references or not measured.any() or measured.all():
             continue
-        guess = estimate(square, beside[new, references], measured, rank=rank)
+        nearest, guess = estimate(square, beside[new, references], measured, rank=rank)
         for place in np.flatnonzero(~measured).tolist():
             other = references[place]
-            own = float(guess.throughputs[place]) * alone[names[new]]
-            theirs = float(square[place, guess.reference]) * alone[names[other]]
+            own = float(guess[place]) * alone[names[new]]
+            theirs = float(square[place, nearest]) * alone[names[other]]
             fits = own > 0 and theirs > 0
             key, rates = (names[new], names[other], scale), (own, theirs)
             if (names[other], names[new], scale) in found:
