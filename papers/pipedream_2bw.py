@@ -502,11 +502,6 @@ def planned(
 ) -> Plan:
     """Return the plan of a cost model by name; its provenance lists all configurations.
 
-    Args:
-        problems: As of ``Repetitive``.
-        cost_model: ``profiled``, ``closed-form`` or ``measured``.
-        runs: Folder of the runs that ``measured`` takes.
-
     Raises:
         ProblemError: As of ``Repetitive``, or there are no runs to learn from.
         InfeasibleError: No configuration fits.

@@ -18,17 +18,12 @@ class SolveLimits:
     time_limit_seconds: float | None = None
     gap: float | None = None
 
-    @property
-    def are_asked(self) -> bool:
-        """Whether a time limit or a gap was given."""
-        return self != SolveLimits()
-
     def is_missed(self, plan: Plan) -> bool:
         """Whether a plan is not proved within the requested gap, which ends in exit code 4."""
         # A time limit alone requests a gap of 0. Without limits no gap is requested. An optimal
         # plan always meets the request, even if its gap to the plan with the least predicted time
         # is as wide as its proof's tolerance.
-        if not self.are_asked or plan.proof.termination == "optimal":
+        if self == SolveLimits() or plan.proof.termination == "optimal":
             return False
         gap = plan.proof.gap
         return gap is None or gap > max(self.gap or 0.0, 1e-9)

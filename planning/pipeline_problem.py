@@ -47,10 +47,8 @@ class Layered(NamedTuple):
 def layered(problem: Problem, microbatch_size: int | None = None, *, at_one: bool) -> Layered:
     """Read the layers of a pool's types, which must be the same, and the pool's links.
 
-    Args:
-        problem: What is asked.
-        microbatch_size: Take the tables of layers nearest to this size; None takes ``layers``.
-        at_one: Whether all tables must be of one size.
+    Without a microbatch size it takes ``layers``, else the tables nearest to it. ``at_one`` asks
+    for tables of one size.
 
     Raises:
         ProblemError: A device type has no profile or no layers, the layers differ between types,

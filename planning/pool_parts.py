@@ -124,7 +124,12 @@ def parts_of(
             pool=part,
             devices=devices,
             rates=rates,
-            degrees={name: _dividing(part.common_width(name), known.get(name)) for name in devices},
+            degrees={
+                name: frozenset(
+                    size for size in known.get(name) or (1,) if part.common_width(name) % size == 0
+                )
+                for name in devices
+            },
             levels=levels_of(part) if levels_of is not None else {},
         )
 
@@ -158,10 +163,6 @@ def worst_of(part: Cluster, keys: Keys) -> dict[Key, float]:
         if number == 1 and outwards:
             rates["own", name] = max(outwards)
     return rates
-
-
-def _dividing(width: int, sizes: Collection[int] | None) -> frozenset[int]:
-    return frozenset(size for size in sizes or (1,) if width % size == 0)
 
 
 def _with_sizes_inside(

@@ -92,7 +92,10 @@ def split_problem(
         states = _states(used, optimizer, shards, link)
         more = CUT_BYTES * states["num_units"]
         asked["devices"] = tuple(
-            replace(option, **changed_curves(option, lambda how, curve: _compared(curve, more)))
+            replace(
+                option,
+                **changed_curves(option, lambda how, curve: _raised(curve, more, compares=True)),
+            )
             for option in options
             if isinstance(option, ShardedDevices)
         )
@@ -238,25 +241,19 @@ def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
     )
 
 
-def _raised(curve: tuple[BatchPoint, ...], more_bytes: int) -> tuple[BatchPoint, ...]:
-    """Add to the peaks, or take from them."""
-    return tuple(
-        replace(point, peak_memory_bytes=max(0, point.peak_memory_bytes + more_bytes))
-        for point in curve
-    )
+def _raised(
+    curve: tuple[BatchPoint, ...], more_bytes: int, *, compares: bool = False
+) -> tuple[BatchPoint, ...]:
+    """Add to the peaks, or take from them.
 
+    ``compares`` adds what compares workers, which profiles count with buffered passes.
+    """
 
-def _compared(curve: tuple[BatchPoint, ...], more_bytes: int) -> tuple[BatchPoint, ...]:
-    """Add to the peaks, also what compares workers, which profiles count with buffered passes."""
-    return tuple(
-        replace(
-            point,
-            peak_memory_bytes=point.peak_memory_bytes
-            + more_bytes
-            + (COMPARED_BYTES if point.buffered_pass_bytes is None else 0),
-        )
-        for point in curve
-    )
+    def raised(point: BatchPoint) -> BatchPoint:
+        more = COMPARED_BYTES if compares and point.buffered_pass_bytes is None else 0
+        return replace(point, peak_memory_bytes=max(0, point.peak_memory_bytes + more_bytes + more))
+
+    return tuple(map(raised, curve))
 
 
 def _option(

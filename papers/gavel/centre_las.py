@@ -58,10 +58,7 @@ def optimal_face(program: WarmMaxMin, classes: Ints, counts: Floats) -> Face:
     A price says that something is tight in every optimum; that nothing else is, holds where
     the prices are the only ones.
 
-    Args:
-        program: Solved with prices.
-        classes: Those present.
-        counts: Jobs of each of them.
+    ``program`` is solved with prices; ``counts`` are the jobs of each of the classes present.
     """
     types, z = len(program.capacity), float(program.values[0])
     price = program.prices[:types]
@@ -88,10 +85,7 @@ def optimal_face(program: WarmMaxMin, classes: Ints, counts: Floats) -> Face:
 def roomy_face(program: WarmMaxMin, classes: Ints, counts: Floats) -> Face:
     """The optimal face where no type is full: the slowest class alone is tight.
 
-    Args:
-        program: Its classes; it need not be solved.
-        classes: Those present.
-        counts: Jobs of each of them.
+    The program need not be solved; ``counts`` are the jobs of each of the classes present.
     """
     rate, level = program.rates(classes), np.array(program.level)[classes]
     most = float(level.max())

@@ -111,20 +111,22 @@ def _times(allocation: Allocation, pool: Pool) -> list[str]:
 
 def _devices(allocation: Allocation, pool: Pool) -> list[str]:
     """Check constraint 5.3, the number of devices, for every resource."""
-    used: dict[str, list[float]] = defaultdict(list)
-    for name, shares in allocation.x.items():
-        for column, time in shares.items():
-            for resource, number in pool.holds(name, column).items():
-                used[resource].append(number * time)
-    for pair in allocation.pairs:
-        for column, time in pair.shares.items():
-            for resource, number in pool.holds(pair.jobs[0], column).items():
-                used[resource].append(number * time)
     return [
-        f"{resource}: {fsum(terms)} devices used, above {pool.capacity[resource]} (5.3)"
-        for resource, terms in used.items()
-        if fsum(terms) > pool.capacity[resource]
+        f"{resource}: {number} devices used, above {pool.capacity[resource]} (5.3)"
+        for resource, number in _held(allocation, pool).items()
+        if number > pool.capacity[resource]
     ]
+
+
+def _held(allocation: Allocation, pool: Pool) -> dict[str, float]:
+    """Count the devices of each resource that jobs hold, on average over time."""
+    held: dict[str, list[float]] = {name: [] for name in pool.capacity}
+    shares = [*allocation.x.items(), *((pair.jobs[0], pair.shares) for pair in allocation.pairs)]
+    for name, times in shares:
+        for column, time in times.items():
+            for resource, number in pool.holds(name, column).items():
+                held[resource].append(number * time)
+    return {name: fsum(terms) for name, terms in held.items()}
 
 
 def effective_throughputs(allocation: Allocation, pool: Pool) -> dict[str, float]:
@@ -231,10 +233,7 @@ TOGETHER = 1e-6
 def unproved_levels(allocation: Allocation, pool: Pool, reached: dict[str, float]) -> list[str]:
     """List the jobs for which no prices of the certificate prove that they could rise no further.
 
-    Args:
-        allocation: The allocation with its certificate.
-        pool: The problem as the policy sees it.
-        reached: Effective throughput of each job, steps per second.
+    ``pool`` is as the policy sees it, ``reached`` in steps per second.
     """
     if not has_levels(allocation) or allocation.certificate.bound is None:
         return []
@@ -369,16 +368,8 @@ def idle_faults(allocation: Allocation, pool: Pool) -> list[str]:
 
 def idle_devices(allocation: Allocation, pool: Pool) -> dict[str, float]:
     """Count the devices of each resource that no job holds, on average over time."""
-    held: dict[str, list[float]] = {name: [] for name in pool.capacity}
-    for name, shares in allocation.x.items():
-        for column, time in shares.items():
-            for resource, number in pool.holds(name, column).items():
-                held[resource].append(number * time)
-    for pair in allocation.pairs:
-        for column, time in pair.shares.items():
-            for resource, number in pool.holds(pair.jobs[0], column).items():
-                held[resource].append(number * time)
-    left = {name: number - fsum(held[name]) for name, number in pool.capacity.items()}
+    held = _held(allocation, pool)
+    left = {name: number - held[name] for name, number in pool.capacity.items()}
     return {
         name: number if number > NEGLIGIBLE_PART * pool.capacity[name] else 0.0
         for name, number in left.items()

@@ -321,14 +321,7 @@ def replica_bytes(
 ) -> tuple[Any, Any]:
     """Bytes of memory of one replica of a stage, or of an array of stages.
 
-    Args:
-        problem: Gives the optimizer's state.
-        pool: The replica's devices.
-        stage: What it consists of.
-        num_versions: Of its weights.
-        held: What it holds at the moments that may be the fullest.
-        num_replicas: Of the stage.
-        recompute: Whether the stage keeps only its inputs and recomputes activations.
+    ``held`` is what it holds at the moments that may be the fullest.
 
     Returns:
         Without the pass that runs, and with it.

@@ -131,11 +131,6 @@ def counted_memory(plan: Plan, problem: ParallelProblem, number: int) -> list[fl
 
     The backward pass that runs holds most at one of its layers, with this layer's workspace. An
     update has its own, and neither activations nor gradients that others update.
-
-    Args:
-        plan: The plan to check.
-        problem: Gives the bytes of each layer.
-        number: The stage, from 0.
     """
     own = _held_with(plan, number)
     counted = []

@@ -54,10 +54,8 @@ class _Undecided(Exception):
 def is_proved(problem: ParallelProblem, bound: float, nodes: Sequence[PricedPlans]) -> bool:
     """Whether the judge can show that no plan's step takes less than a bound.
 
-    Args:
-        problem: The problem, under hetflow's own rule of costs, where passes hide messages.
-        bound: In seconds, to 1e-9.
-        nodes: The certificate's, which say how to divide the work; the smallest problems need none.
+    The bound is in seconds, to 1e-9, of a problem under hetflow's own rule of costs, where passes
+    hide messages. The certificate's nodes say how to divide the work; the smallest need none.
     """
     # The solver's sums are rounded in another order: a billionth is left to them.
     below = bound * (1 - _NEAR)

@@ -180,11 +180,8 @@ def number_faults(
 ) -> Iterator[str]:
     """List the numbers of a plan that are not as counted; what is not stated has no fault.
 
-    Args:
-        plan: The plan to check.
-        counted: The same plan with its numbers counted by the judge; None where there is none.
-        near: Relative rounding.
-        rounding: Absolute rounding of predicted seconds; None takes ``near`` of the step.
+    ``counted`` is the same plan with its numbers counted by the judge. ``near`` is relative;
+    ``rounding`` is absolute, of predicted seconds, and ``near`` of the step where it is None.
     """
     for number, (stage, other) in enumerate(zip(plan.stages, counted.stages, strict=True)):
         yield from unlike(stage, other, f"stage {number}: ", near, 1e-12)

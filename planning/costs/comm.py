@@ -65,9 +65,7 @@ def sync_seconds(option: DeviceOption, num_devices: int) -> float:
     sizes of virtual nodes apart, this is the least of any; ``exposed_seconds`` comes on top. Where
     it tells when gradients come, this is the last bucket's ring, which nothing hides.
 
-    Args:
-        option: Devices of one type, with the profile's ``sync``.
-        num_devices: All devices in use, of every type.
+    ``num_devices`` are all in use, of every type.
 
     Returns:
         Seconds per step, at least 0.

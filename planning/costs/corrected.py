@@ -5,6 +5,7 @@ The rules, and why, are in docs/decisions.md ("Runs correct profiles").
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...schema.problem import DeviceCosts, DeviceOption
 from ...schema.profile import SHORTEST_PASS_SECONDS, BatchPoint, BusyHost, Profile, Sync, SyncPoint
@@ -17,8 +18,6 @@ _SAME = 1e-9
 """Of the whole: what differs by less is the same number, computed in another order."""
 
 Curve = tuple[BatchPoint, ...]
-_Costs = DeviceCosts
-"""A device's terms in one state of its host: alone, or with others at work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,56 +67,43 @@ def _fold(profile: Profile, seen: Sequence[_Seen], said: list[str]) -> Profile:
         )
     alone = [w for w in workers if is_held or w.num_host_devices == 1]
     busy = [] if is_held else [w for w in workers if 1 < w.num_host_devices == num_busy]
-    profile = _with_alone(profile, _folded(_alone(profile), alone, is_held=is_held))
+    costs = _folded(_alone(profile), alone, is_held=is_held)
+    if costs != _alone(profile):
+        profile = replace(profile, **_terms(costs))
     if busy:
         costs = _folded(_busy(profile), busy, is_held=False)
         if profile.busy is not None or costs != _alone(profile):
-            profile = _with_busy(profile, num_busy, costs)
+            profile = replace(profile, busy=BusyHost(num_devices=num_busy, **_terms(costs)))
     return _with_peaks(profile, workers)
 
 
-def _alone(profile: Profile) -> _Costs:
-    return _Costs(
+def _terms(costs: DeviceCosts) -> dict[str, Any]:
+    """The fields that profiles and busy hosts have of a device's costs."""
+    names = ("batch_curve", "update_seconds", "fixed_seconds")
+    return {name: getattr(costs, name) for name in names}
+
+
+def _alone(profile: Profile) -> DeviceCosts:
+    return DeviceCosts(
         batch_curve=profile.batch_curve,
         update_seconds=profile.update_seconds,
         fixed_seconds=profile.fixed_seconds or 0.0,
     )
 
 
-def _busy(profile: Profile) -> _Costs:
+def _busy(profile: Profile) -> DeviceCosts:
     """The costs with the host's other devices at work; those of a device alone where unmeasured."""
     busy = profile.busy
     if busy is None:
         return _alone(profile)
-    return _Costs(
+    return DeviceCosts(
         batch_curve=busy.batch_curve,
         update_seconds=busy.update_seconds,
         fixed_seconds=busy.fixed_seconds,
     )
 
 
-def _with_alone(profile: Profile, costs: _Costs) -> Profile:
-    if costs == _alone(profile):
-        return profile
-    return replace(
-        profile,
-        batch_curve=costs.batch_curve,
-        update_seconds=costs.update_seconds,
-        fixed_seconds=costs.fixed_seconds,
-    )
-
-
-def _with_busy(profile: Profile, num_devices: int, costs: _Costs) -> Profile:
-    busy = BusyHost(
-        num_devices=num_devices,
-        batch_curve=costs.batch_curve,
-        update_seconds=costs.update_seconds,
-        fixed_seconds=costs.fixed_seconds,
-    )
-    return replace(profile, busy=busy)
-
-
-def _folded(costs: _Costs, workers: Sequence[Worker], *, is_held: bool) -> _Costs:
+def _folded(costs: DeviceCosts, workers: Sequence[Worker], *, is_held: bool) -> DeviceCosts:
     """The terms that workers in one state of their host have measured."""
     if not workers:
         return costs
@@ -133,7 +119,7 @@ def _folded(costs: _Costs, workers: Sequence[Worker], *, is_held: bool) -> _Cost
             for w in workers
         ]
     ).seconds
-    return _Costs(
+    return DeviceCosts(
         batch_curve=curve,
         update_seconds=_settled(costs.update_seconds, update, whole),
         fixed_seconds=_settled(costs.fixed_seconds, max(0.0, rest), whole),
@@ -144,7 +130,7 @@ def _settled(before: float, after: float, whole: float) -> float:
     return before if abs(after - before) <= _SAME * whole else after
 
 
-def _curve(costs: _Costs, workers: Sequence[Worker]) -> Curve:
+def _curve(costs: DeviceCosts, workers: Sequence[Worker]) -> Curve:
     """Measured sizes take the measurement; others are scaled as the nearest measured ones."""
     before = {point.batch_size: point for point in costs.batch_curve}
     measured: dict[int, BatchPoint] = {}
@@ -162,7 +148,7 @@ def _curve(costs: _Costs, workers: Sequence[Worker]) -> Curve:
     )
 
 
-def _point(point: BatchPoint, costs: _Costs, workers: Sequence[Worker]) -> BatchPoint:
+def _point(point: BatchPoint, costs: DeviceCosts, workers: Sequence[Worker]) -> BatchPoint:
     """One size, from all workers that ran it."""
     known = [w.virtual_node for w in workers if w.virtual_node is not None]
     run = together(known or [_share(point, costs, worker) for worker in workers])
@@ -189,7 +175,7 @@ def _point(point: BatchPoint, costs: _Costs, workers: Sequence[Worker]) -> Batch
     )
 
 
-def _share(point: BatchPoint, costs: _Costs, worker: Worker) -> Measured:
+def _share(point: BatchPoint, costs: DeviceCosts, worker: Worker) -> Measured:
     """A virtual node of a run that tells only the whole: in proportion to what was predicted."""
     whole = worker.virtual_nodes * point.step_seconds + costs.fixed_seconds
     return Measured(point.step_seconds * (worker.own_seconds / whole))
@@ -302,15 +288,12 @@ def _left(run: _Seen, profiles: dict[str, Profile]) -> float:
     options = {worker.device_type: _option(profiles[worker.device_type]) for worker in run.workers}
     wire = slowest_wire(options.values())
     for worker in run.workers:
-        costs = _costs_of(worker, profiles[worker.device_type])
+        profile = profiles[worker.device_type]
+        costs = _busy(profile) if worker.num_host_devices > 1 else _alone(profile)
         point = point_at(costs.batch_curve, worker.batch_size)
         exposed = exposed_on(options[worker.device_type], point, len(run.workers), wire) or 0.0
         own.append(worker.virtual_nodes * point.step_seconds + exposed + closing_seconds(costs))
     return run.step_seconds - max(own)
-
-
-def _costs_of(worker: Worker, profile: Profile) -> _Costs:
-    return _busy(profile) if worker.num_host_devices > 1 else _alone(profile)
 
 
 def _cheaper(profile: Profile, seconds: float, runs: Sequence[_Seen]) -> Profile:

@@ -75,11 +75,6 @@ class Estimator:
 def estimated_profile(counts: ModelCounts, estimator: Estimator, *, model: str) -> Profile:
     """Estimate a profile.
 
-    Args:
-        counts: Of the model, at the batch sizes and microbatch sizes to estimate.
-        estimator: The device.
-        model: The model's name.
-
     Raises:
         InfeasibleError: Not even the smallest batch fits, and there are no layers for a pipeline.
     """
@@ -349,11 +344,8 @@ def carried_profile(
     roofline does not know of the model's kernels is kept. Sizes that were not measured are not
     carried; memory is the measured one where it fits.
 
-    Args:
-        measured: On the source's type, with peaks of the device's own memory.
-        counts: At the batch sizes and microbatch sizes of ``measured``.
-        source: The device that was measured.
-        target: The device to carry it to.
+    ``counts`` are at the batch sizes and microbatch sizes of ``measured``, whose peaks are of the
+    device's own memory.
 
     Raises:
         ProblemError: The profile is itself an estimate, of an emulated device, or of a CPU.

@@ -139,12 +139,8 @@ def shared_pass_seconds(
     again, once more where all is recomputed, and reduces its gradient. Each takes the longer of
     itself and its transfers; nothing hides the first gather.
 
-    Args:
-        forward: Seconds of the forward pass.
-        backward: Seconds of the backward pass, with what it recomputes.
-        gather: Seconds to gather all repeated layers once.
-        first: Seconds to gather the largest one.
-        recompute: What the backward pass computes again.
+    ``backward`` holds what is recomputed; all repeated layers are gathered in ``gather`` seconds,
+    the largest of them in ``first``.
     """
     back = (3 if recompute == "full" else 2) * gather
     return np.maximum(gather - forward, 0.0) + np.maximum(back - backward, 0.0) + first
@@ -165,14 +161,6 @@ def transfer_seconds(
     previous one. With ``sailor``, inner stages do the same. The last stage counts its gradient
     twice, and with more than three stages the first counts its output twice, as Sailor's simulator
     does.
-
-    Args:
-        rule: Which convention to follow.
-        output_seconds: Seconds to send the output.
-        gradient_seconds: Seconds to send the input's gradient.
-        is_first: Whether it is the first stage.
-        is_last: Whether it is the last stage.
-        num_stages: p, stages of the pipeline.
     """
     if is_first and is_last:
         return 0.0

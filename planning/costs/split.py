@@ -47,11 +47,7 @@ def exposed_on(
 ) -> float | None:
     """What a device waits for sums beyond what all devices do, after a last pass of this size.
 
-    Args:
-        option: Its type.
-        point: Of the type's curve.
-        num_devices: All devices in use.
-        wire: The slowest of all types in use.
+    ``point`` is of the type's curve, ``wire`` the slowest of all types in use.
 
     Returns:
         Seconds; None where there is nothing to wait for, or sizes are not told apart.

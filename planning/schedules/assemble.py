@@ -76,14 +76,8 @@ def assemble(
 ) -> Schedule:
     """Complete an order of passes into a schedule.
 
-    Args:
-        name: The schedule's name.
-        order: The passes of each rank.
-        weight_semantics: Which weight version a pass reads (see ``ScheduleTraits``).
-        max_in_flight: [ranks] the promised bound on (stage, microbatch) pairs held; None for no
-            promise.
-        max_weight_versions: [ranks] the promised bound on weight versions held; None for no
-            promise.
+    ``max_in_flight``, of (stage, microbatch) pairs, and ``max_weight_versions`` [ranks] are
+    promised bounds on what is held; None promises nothing.
     """
     # (stage, microbatch) -> the rank that runs it, where messages go.
     holder = {
@@ -234,13 +228,9 @@ def parallel_pipelines(
 ) -> Schedule:
     """Build the flushing schedule of d copies of one pipeline.
 
-    Args:
-        name: The schedule's name.
-        shape: The requested degrees and counts.
-        positions: [stages] the position in the pipeline that holds each stage.
-        one_pipeline: Number of microbatches -> [positions] slots of one pipeline, which numbers
-            its microbatches from 0.
-        max_in_flight: [positions] the promised bound on activations held.
+    ``positions`` [stages] hold the stages. ``one_pipeline`` makes of a number of microbatches the
+    slots [positions] of one pipeline, which numbers them from 0. ``max_in_flight`` [positions] is
+    the promised bound on activations held.
     """
     count = shape.parallel_pipelines(name)
     shares = [len(shape.microbatches_of(0, replica)) for replica in range(count)]

@@ -1,8 +1,8 @@
-"""Closed formulas of the papers for in-flight microbatches, warm-up and weight versions.
+"""Closed formulas of the papers for in-flight microbatches, warm-up and steps.
 
 p is the pipeline-parallel size, m the number of microbatches, v the number of model chunks per
-device. Stages, microbatches and versions are counted from 0. Sources: Narayanan's thesis 2.4.2,
-2.4.3, 3.2.1, 4.2.2 and table 7.1.
+device. Stages and microbatches are counted from 0. Sources: Narayanan's thesis 2.4.2, 4.2.2 and
+table 7.1.
 """
 
 from collections.abc import Sequence
@@ -141,21 +141,3 @@ def interleaved_in_flight(
             other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in found
         )
     )
-
-
-def stashing_version(replicas: Sequence[int], stage: int, microbatch: int) -> int:
-    """The weight version that microbatch k reads under weight stashing (2.4.3)."""
-    # max(0, k - (p - stage) + 1) without replicas. A replicated stage makes one version from one
-    # input on each replica, so its versions count rounds of inputs.
-    return max(0, microbatch // replicas[stage] - in_flight(replicas, stage) + 1)
-
-
-def vertical_sync_version(pipeline_parallel_size: int, num_replicas: int, microbatch: int) -> int:
-    """The weight version that microbatch k reads on every stage under vertical sync (2.4.3)."""
-    # The latest version of the input stage when k entered it: max(0, k - p + 1).
-    return max(0, microbatch // num_replicas - pipeline_parallel_size + 1)
-
-
-def double_buffered_version(microbatches_per_update: int, microbatch: int) -> int:
-    """The weight version that microbatch k reads in PipeDream-2BW: max(0, k // m - 1) (3.2.1)."""
-    return max(0, microbatch // microbatches_per_update - 1)

@@ -22,11 +22,8 @@ from ...schema.schedule import (
 def peak_in_flight(schedule: Schedule, *, until_weight_gradient: bool = True) -> tuple[int, ...]:
     """[ranks] the most (stage, microbatch) pairs whose activations a rank holds at once.
 
-    Args:
-        schedule: The schedule.
-        until_weight_gradient: Whether activations count until the weight gradient is computed;
-            otherwise until the gradient of the input is, as in some papers on split backward
-            passes.
+    Activations count until the weight gradient is computed, or else until the gradient of the input
+    is, as in some papers on split backward passes.
     """
     freeing = FREEING if until_weight_gradient else DIFFERENTIATING
     return tuple(_peak(operations, freeing) for operations in schedule.ranks)

@@ -39,10 +39,6 @@ def times_of(stages: Sequence[Stage], *, flushes: bool) -> StageTimes:
     A stage's ``output_seconds`` are for an activation and its gradient; each takes half. Without a
     flush, all-reduces and updates overlap with other work, as in the stages' costs.
 
-    Args:
-        stages: Of a plan.
-        flushes: Whether its schedule ends each batch with one update.
-
     Raises:
         ProblemError: The stages do not separate forward and backward time.
     """

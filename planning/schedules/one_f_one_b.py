@@ -46,12 +46,8 @@ def build(
 ) -> Schedule:
     """Generate a schedule in 1F1B order.
 
-    Args:
-        name: The schedule's name.
-        shape: The requested degrees and counts.
-        semantics: Which weight versions passes read.
-        per_update: Microbatches per update, if weights are double-buffered.
-        admits_all: Whether stages admit all inputs first, not only as many as fill the pipeline.
+    ``per_update`` are microbatches per update, if weights are double-buffered; ``admits_all`` lets
+    stages admit all inputs first, not only as many as fill the pipeline.
     """
     shape.one_chunk(name)
     depth = [closed_forms.in_flight(shape.replicas, s) for s in range(len(shape.replicas))]
@@ -97,14 +93,16 @@ def _version(
     stage: int,
     microbatch: int,
 ) -> int:
+    """The weight version that microbatch k reads (2.4.3, 3.2.1); versions count from 0."""
+    # Stashing: max(0, k - (p - stage) + 1) without replicas. A replicated stage makes one version
+    # from one input on each replica, so its versions count rounds of inputs.
     if semantics == "stashing":
-        return closed_forms.stashing_version(shape.replicas, stage, microbatch)
+        ahead = closed_forms.in_flight(shape.replicas, stage)
+        return max(0, microbatch // shape.replicas[stage] - ahead + 1)
+    # The latest version of the input stage when k entered it.
     if semantics == "vertical-sync":
-        size, count = shape.pipeline_parallel_size, shape.replicas[0]
-        return closed_forms.vertical_sync_version(size, count, microbatch)
-    if per_update is not None:
-        return closed_forms.double_buffered_version(per_update, microbatch)
-    return 0
+        return max(0, microbatch // shape.replicas[0] - shape.pipeline_parallel_size + 1)
+    return 0 if per_update is None else max(0, microbatch // per_update - 1)
 
 
 def _versions_kept(semantics: WeightSemantics, depth: Sequence[int], position: int) -> int:

@@ -29,10 +29,8 @@ def flush_step_seconds(
 ) -> float:
     """Time a step, in seconds from the first pass to the last update; O(stages x microbatches).
 
-    Args:
-        schedule: Name of a schedule that flushes and whose trait ``order`` is not ``own``.
-        stages: The stages' times, in the model's order.
-        num_microbatches: Microbatches of the step; the replicas of a stage take them in turn.
+    The schedule flushes, and its trait ``order`` is not ``own``. Stages are in the model's order;
+    their replicas take microbatches in turn.
     """
     replay = _Replay(schedule, stages, num_microbatches)
     replay.run()

@@ -48,9 +48,8 @@ class StepTerms:
 def step_terms(plan: Plan, step_of: StepOf | None = None) -> StepTerms | None:
     """Split a plan's predicted step into terms.
 
-    Args:
-        plan: A plan with all times of its stages.
-        step_of: A faster function for the same step; None times the plan's schedule.
+    The plan has all times of its stages. ``step_of`` is a faster function for the same step; None
+    times the plan's schedule.
 
     Returns:
         The terms. None if the stages' times do not determine the step: for nested plans, the

@@ -139,12 +139,6 @@ class Timing:
         return tuple(_over(busy, self.makespan_seconds) for busy in self.busy_seconds)
 
     @property
-    def bubble_fractions(self) -> tuple[float, ...]:
-        """[ranks] idle time / busy time, which is the thesis's bubble size (4.2.2)."""
-        pairs = zip(self.idle_seconds, self.busy_seconds, strict=True)
-        return tuple(_over(idle, busy) for idle, busy in pairs)
-
-    @property
     def span_bubble_fractions(self) -> tuple[float, ...]:
         """[ranks] time without a pass in the rank's own span / that span (zero-bubble papers)."""
         ranks = zip(self.schedule.ranks, self.spans, strict=True)
@@ -156,11 +150,6 @@ class Timing:
     def bubble_fraction(self) -> float:
         """Idle time / busy time of all ranks together (thesis 4.2.2)."""
         return _over(sum(self.idle_seconds), sum(self.busy_seconds))
-
-    @property
-    def microbatches_per_second(self) -> float:
-        """Microbatches / makespan, startup and drain included."""
-        return _over(self.schedule.num_microbatches, self.makespan_seconds)
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
@@ -232,10 +221,6 @@ def time_schedule(schedule: Schedule, times: StageTimes) -> Timing:
     """Time a schedule, event by event; O(operations).
 
     Passes run in list order; transfers overlap with them, one at a time on each directed link.
-
-    Args:
-        schedule: The schedule to time.
-        times: The times of one microbatch on each stage of the schedule.
 
     Raises:
         ProblemError: The times are for another number of stages, or the schedule deadlocks.

@@ -405,10 +405,7 @@ class Spaces:
 def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int = 1) -> OptionSpace:
     """The options of every type, and their mixes of at most ``MOST_TYPES`` types.
 
-    Args:
-        problem: Whose tables.
-        microbatch_size: b, samples.
-        num_replicas: d, of every stage; it matters only where they share something.
+    ``num_replicas`` are those of every stage; they matter only where they share something.
     """
     options = tuple(_options(problem, microbatch_size, num_replicas))
     mixes: list[tuple[int, ...]] = []

@@ -28,13 +28,8 @@ def assemble(
 ) -> Plan:
     """Build the plan of a placement.
 
-    Args:
-        problem: What was asked.
-        costs: The tables it was found under, with or without recomputation.
-        seats: Stages, first one first, and their devices.
-        objective: Seconds per input, or per step, as the problem says.
-        bound: A lower bound where the search was cut short; None where it was exhaustive.
-        method: How the plan was found.
+    ``objective`` is in seconds per input, or per step, as the problem says. ``bound`` is a lower
+    bound where the search was cut short, None where it was exhaustive.
     """
     # The timer's step where the schedule flushes, else M inputs of the steady state.
     step = problem.num_microbatches * objective

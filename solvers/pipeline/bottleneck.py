@@ -302,14 +302,9 @@ def search_graph(
 ) -> list[PlacedStage] | None:
     """Find the best placement, first stage first; None where nothing fits the memory.
 
-    Args:
-        problem: What is asked.
-        costs: Seconds of stages and boundaries.
-        space: The pools' states and moves.
-        extra_bytes: Raises every limit of memory.
-        below: Only placements of at most so many seconds are looked for. A state and cut whose
-            work ahead takes longer even spread over all devices left is passed over.
-        effort: Says when to stop.
+    ``extra_bytes`` raises every limit of memory. Only placements of at most ``below`` seconds are
+    looked for: a state and cut whose work ahead takes longer even spread over all devices left is
+    passed over.
 
     Raises:
         StoppedError: The effort's limit came first.

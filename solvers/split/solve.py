@@ -241,8 +241,7 @@ def _no_sum(problem: SplitProblem) -> InfeasibleError:
 def nearest_batches(problem: SplitProblem) -> tuple[int | None, int | None]:
     """The largest reachable batch below the problem's, and the smallest above it.
 
-    Args:
-        problem: Profiles and pool; its virtual nodes are not considered.
+    The problem's virtual nodes are not considered.
     """
     batch = problem.global_batch_size
     alone = [

@@ -105,9 +105,7 @@ def fill_pairs(throughputs: Throughputs, *, rank: int = 3) -> Throughputs:
     that beside the model's nearest reference. Pairs of two models that are both no references
     stay unknown, as do those of models without any known pair.
 
-    Args:
-        throughputs: A table with some pairs; pairs that do not fit must stand there with rates 0.
-        rank: Of the matrix completion.
+    Pairs that do not fit must stand in the table with rates 0.
 
     Returns:
         The table with more pairs; what was known is unchanged.
