@@ -42,14 +42,10 @@ def device_prices(
     Raises:
         ProblemError: A history is of an instance type that the market does not describe.
     """
-    found = {
-        name: [price for price in each if spot in (None, price.is_spot)]
-        for name, each in all_prices(markets, at).items()
-    }
     return {
-        name: min(each, key=lambda price: price.dollars_per_hour)
-        for name, each in found.items()
-        if each
+        name: min(kept, key=lambda price: price.dollars_per_hour)
+        for name, each in all_prices(markets, at).items()
+        if (kept := [price for price in each if spot in (None, price.is_spot)])
     }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import product
+from itertools import pairwise, product
 from math import ceil
 from typing import Any
 
@@ -10,6 +10,11 @@ from ...schema.errors import ProblemError
 from ...schema.layers import PassMoment
 from ...schema.profile import BatchPoint
 from .memory import most_of
+
+_BYTES = (
+    "peak_memory_bytes", "pass_bytes", "first_pass_bytes", "buffered_pass_bytes", "update_bytes",
+    "pinned_bytes",
+)  # fmt: skip
 
 
 def point_at(batch_curve: Sequence[BatchPoint], batch_size: int) -> BatchPoint:
@@ -61,12 +66,7 @@ def _between(low: BatchPoint, high: BatchPoint, batch_size: int) -> BatchPoint:
     return BatchPoint(
         batch_size=batch_size,
         step_seconds=seconds,
-        peak_memory_bytes=taken("peak_memory_bytes"),
-        pass_bytes=taken("pass_bytes"),
-        first_pass_bytes=taken("first_pass_bytes"),
-        buffered_pass_bytes=taken("buffered_pass_bytes"),
-        update_bytes=taken("update_bytes"),
-        pinned_bytes=taken("pinned_bytes"),
+        **{name: taken(name) for name in _BYTES},
         moments=most_of(moments),
         sums=tuple(sums) if len(low.sums) == len(high.sums) else (),
         load_seconds=load,
@@ -98,9 +98,12 @@ def busy_ratio(alone: Sequence[BatchPoint], busy: Sequence[BatchPoint], batch_si
         for point in busy
         if known.get(point.batch_size, 0.0) > 0
     ]
-    if not ratios:
-        return 1.0
-    for (low, first), (high, second) in zip(ratios, ratios[1:], strict=False):
-        if low <= batch_size <= high:
-            return first + (second - first) * (batch_size - low) / (high - low)
-    return ratios[0][1] if batch_size < ratios[0][0] else ratios[-1][1]
+    return value_at(ratios, batch_size) if ratios else 1.0
+
+
+def value_at(points: Sequence[tuple[int, float]], size: int) -> float:
+    """The value on the straight line between neighbouring sizes; beyond them the nearest one's."""
+    for (low, first), (high, second) in pairwise(points):
+        if low <= size <= high:
+            return first + (second - first) * (size - low) / (high - low)
+    return points[0][1] if size < points[0][0] else points[-1][1]

@@ -10,7 +10,7 @@ from typing import Any
 from ...schema.problem import DeviceCosts, DeviceOption
 from ...schema.profile import SHORTEST_PASS_SECONDS, BatchPoint, BusyHost, Profile, Sync, SyncPoint
 from .comm import hides, least_seconds, slowest_wire, sync_seconds
-from .compute import point_at
+from .compute import point_at, value_at
 from .observed import Measured, Run, Worker, together, workers_of
 from .split import closing_seconds, exposed_on
 
@@ -143,7 +143,7 @@ def _curve(costs: DeviceCosts, workers: Sequence[Worker]) -> Curve:
             measured[size] = found
     sizes = sorted(before.keys() | measured.keys())
     return tuple(
-        measured[size] if size in measured else _scaled(before[size], _ratio_at(ratios, size))
+        measured[size] if size in measured else _scaled(before[size], value_at(ratios, size))
         for size in sizes
     )
 
@@ -188,14 +188,6 @@ def _chosen(profile: Measured, run: Measured) -> Measured:
     if abs(profile.seconds - run.seconds) > profile.interval + run.interval:
         return run
     return together([profile, run])
-
-
-def _ratio_at(ratios: Sequence[tuple[int, float]], size: int) -> float:
-    """On the straight line between measured sizes; beyond them the nearest one's."""
-    for (low, first), (high, last) in zip(ratios, ratios[1:], strict=False):
-        if low <= size <= high:
-            return first + (last - first) * (size - low) / (high - low)
-    return ratios[0][1] if size < ratios[0][0] else ratios[-1][1]
 
 
 def _scaled(point: BatchPoint, ratio: float) -> BatchPoint:

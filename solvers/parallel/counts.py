@@ -141,8 +141,11 @@ def _dealt(
     whole = numbers[0] * most
     if most < 0:
         return None
-    # As many of the first group as there is room for, first.
-    for chosen in _tried(whole, free[first] // first_devices, free[second] // second_devices):
+    # As many of the first group as there is room for, first; none where the second group has no
+    # room for what is left.
+    most_first = min(whole, free[first] // first_devices)
+    least_first = max(0, whole - free[second] // second_devices)
+    for chosen in range(most_first, least_first - 1, -1):
         if next(tries, None) is None:
             raise UndecidedError
         now = list(free)
@@ -154,12 +157,6 @@ def _dealt(
             if others is not None:
                 return [chosen, *others]
     return None
-
-
-def _tried(whole: int, most_first: int, most_second: int) -> Iterator[int]:
-    low, high = max(0, whole - most_second), min(whole, most_first)
-    # Empty where the second group has no room for what is left.
-    yield from range(high, low - 1, -1)
 
 
 def _may_do(pairs: list[Kind], numbers: list[int], most: int, free: list[int]) -> bool:

@@ -421,7 +421,13 @@ def space_of(problem: ParallelProblem, microbatch_size: int, num_replicas: int =
         ]
         for size in range(1, MOST_TYPES + 1):
             for chosen in combinations(by_pool, size):
-                mixes += [mix for mix in product(*chosen) if _may_mix(problem, options, mix)]
+                mixes += [
+                    mix
+                    for mix in product(*chosen)
+                    # Unlike degrees share no state.
+                    if problem.shard is None
+                    or len({options[o].tensor_parallel_size for o in mix}) == 1
+                ]
     layers = range(len(problem.layers))
     best = [min((o.seconds[i + 1] - o.seconds[i] for o in options), default=0.0) for i in layers]
     # [options][layers] bytes that one replica holds over all its devices; recomputed layers may
@@ -467,14 +473,6 @@ def _between(
             copies = 1 if problem.boundary_rule != "whole" else copies
             found[i, j] = [waits * curve.seconds(copies * each) for each in outputs]
     return found
-
-
-def _may_mix(
-    problem: ParallelProblem, options: tuple[StageOption, ...], mix: tuple[int, ...]
-) -> bool:
-    """Whether replicas of these options may hold one stage: unlike degrees share no state."""
-    degrees = {options[o].tensor_parallel_size for o in mix}
-    return len(degrees) == 1 or problem.shard is None
 
 
 def _worths(
