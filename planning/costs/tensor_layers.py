@@ -245,7 +245,7 @@ def _spread(
         share.counts,
         forward=_split_rest(share.counts.forward, degree),
         backward=_split_rest(share.counts.backward, degree),
-        stashed_bytes=-(-share.counts.stashed_bytes // degree),
+        stashed_bytes=_split(share.counts.stashed_bytes, degree),
         core=_spread_core(share.counts.core, degree),
     )
     if layer.role == "row":
@@ -257,7 +257,7 @@ def _spread_core(core: CoreCounts | None, degree: int) -> CoreCounts | None:
     """Of a layer of tokens, which only keeps something else for a core that follows."""
     if core is None:
         return None
-    return replace(core, stashed_bytes=-(-core.stashed_bytes // degree))
+    return replace(core, stashed_bytes=_split(core.stashed_bytes, degree))
 
 
 def _split_rest(operators: tuple[Operator, ...], degree: int) -> tuple[Operator, ...]:
@@ -265,7 +265,7 @@ def _split_rest(operators: tuple[Operator, ...], degree: int) -> tuple[Operator,
     return tuple(
         operator
         if operator.flops
-        else replace(operator, num_bytes=-(-operator.num_bytes // degree))
+        else replace(operator, num_bytes=_split(operator.num_bytes, degree))
         for operator in operators
     )
 
@@ -273,4 +273,4 @@ def _split_rest(operators: tuple[Operator, ...], degree: int) -> tuple[Operator,
 def _feeding(layer: LayerCounts, degree: int) -> LayerCounts:
     """A layer before the first norm: its output is kept for that norm, so only some tokens are."""
     kept = min(layer.stashed_bytes, layer.activation_bytes)
-    return replace(layer, stashed_bytes=layer.stashed_bytes - kept + -(-kept // degree))
+    return replace(layer, stashed_bytes=layer.stashed_bytes - kept + _split(kept, degree))

@@ -35,7 +35,7 @@ from ...schema.market import (
     ZoneOdds,
     utc_seconds,
 )
-from .windows import joined
+from .windows import joined, prices_at
 
 AGES_HOURS = (0.0, 1.0, 6.0, 24.0)
 """From where each class of ages goes to the next one, the last without end."""
@@ -345,7 +345,7 @@ def price_correlation(one: PriceHistory, other: PriceHistory) -> float | None:
     if len(edges) < 2:
         return None
     seconds = np.diff(edges)
-    values = np.array([_at(each, edges[:-1]) for each in (one, other)])
+    values = np.array([prices_at(each, edges[:-1]) for each in (one, other)])
     return _correlation(values, np.where(np.isfinite(values).all(axis=0), seconds, 0.0))
 
 
@@ -373,14 +373,6 @@ def availability_correlation(one: Availability, other: Availability) -> float | 
     if not pairs:
         return None
     return _correlation(np.array(pairs, dtype=float).T, np.ones(len(pairs)))
-
-
-def _at(history: PriceHistory, times: NDArray[np.float64]) -> NDArray[np.float64]:
-    starts = np.array(history.start_seconds())
-    told = np.array([np.nan if price is None else price for price in history.dollars_per_hour])
-    row = np.searchsorted(starts, times, side="right") - 1
-    known = (row >= 0) & (times < history.end_seconds())
-    return np.where(known, told[np.maximum(row, 0)], np.nan)
 
 
 def _correlation(values: NDArray[np.float64], weights: NDArray[np.float64]) -> float | None:

@@ -389,11 +389,10 @@ def where_available(prices: Prices, markets: Sequence[Market]) -> tuple[Prices, 
     cuts = [time for _, start, end in gone for time in (start, end)]
     inside = [time for time in cuts if prices.edges[0] < time < prices.edges[-1]]
     edges = np.unique(np.concatenate([prices.edges, inside]))
-    row = np.searchsorted(prices.edges, edges[:-1], side="right") - 1
-    dollars = prices.dollars_per_second[row].copy()
+    posted = prices.dollars_per_second[np.searchsorted(prices.edges, edges[:-1], side="right") - 1]
+    dollars = posted.copy()
     for place, start, end in gone:
         dollars[(edges[:-1] >= start) & (edges[:-1] < end), place] = nan
-    posted = prices.dollars_per_second[row]
     return replace(prices, edges=edges, dollars_per_second=dollars, posted=posted), applies
 
 
@@ -495,7 +494,8 @@ def bound(job: RentJob, prices: Prices) -> Bound:
     Raises:
         ProblemError: The job cannot end before the prices do.
     """
-    rates, clouds, leaving = _of_offers(job)
+    rates, clouds = np.array(job.rates), np.array(job.clouds)
+    leaving = np.array([job.leaving_dollars(zone) for zone in range(job.num_zones)])
     known, cost = prices.is_known, np.where(prices.is_known, prices.dollars_per_second, np.inf)
     if len(rates) > _MOST_OFFERS:
         groups = list(dict.fromkeys(zip(clouds.tolist(), rates.tolist(), strict=True)))
@@ -552,12 +552,6 @@ def bound(job: RentJob, prices: Prices) -> Bound:
         # Later prices may be as low as nothing, but what was paid until here was paid.
         least = min(least, spent)
     return Bound(max(least, 0.0), is_final)
-
-
-def _of_offers(job: RentJob) -> tuple[NDArray[np.float64], NDArray[np.str_], NDArray[np.float64]]:
-    """[offers] rates, clouds, and dollars of leaving each."""
-    leaving = [job.leaving_dollars(zone) for zone in range(job.num_zones)]
-    return np.array(job.rates), np.array(job.clouds), np.array(leaving)
 
 
 def _values(cost: np.ndarray, rates: np.ndarray) -> np.ndarray:

@@ -6,10 +6,11 @@ compared at the same time.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, floor
+from math import ceil, floor, isnan
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
 from ...schema.market import Availability, Capacity, PriceHistory, utc_seconds, utc_text
@@ -294,13 +295,18 @@ def _prices(window: Availability | Capacity, histories: Sequence[PriceHistory]) 
             else f"there are prices of {places}; or give one price for all with "
             f"{option('spot_dollars_per_hour')}",
         )
-    history = found[0]
-    times = np.array([*history.start_seconds(), history.end_seconds()])
-    ticks = start_seconds(window) + window.tick_seconds * np.arange(len(_ticks(window)))
     # A tick pays the price at its start.
-    at = np.searchsorted(times, ticks, side="right") - 1
-    dollars = history.dollars_per_hour
-    return tuple(dollars[one] if 0 <= one < len(dollars) else None for one in at.tolist())
+    ticks = start_seconds(window) + window.tick_seconds * np.arange(len(_ticks(window)))
+    return tuple(None if isnan(one) else one for one in prices_at(found[0], ticks).tolist())
+
+
+def prices_at(history: PriceHistory, times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[times] dollars per hour at times in seconds since 1970; NaN where unknown."""
+    starts = np.array(history.start_seconds())
+    told = np.array([np.nan if price is None else price for price in history.dollars_per_hour])
+    row = np.searchsorted(starts, times, side="right") - 1
+    known = (row >= 0) & (times < history.end_seconds())
+    return np.where(known, told[np.maximum(row, 0)], np.nan)
 
 
 def _ticks(window: Availability | Capacity) -> Ticks:
