@@ -54,7 +54,7 @@ def name_of(given: Pool) -> str:
 
 def flat(pool: Cluster) -> Cluster:
     """Return a pool of the same devices without memory, servers, links and prices."""
-    return Cluster.parse(",".join(f"{n}x{name}" for name, n in pool.num_devices.items()))
+    return Cluster.parse(name_of(pool))
 
 
 def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...]:
