@@ -26,7 +26,7 @@ from .targets import Workload, one_line
 from .timing import RepeatPolicy, RepeatTiming, repeat
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.utils.data import DataLoader
 
 
@@ -63,7 +63,10 @@ class Bench:
         self.backend = backend_of(device)
         self._torch_device = torch.device(device)
         fill_model(workload.model, self._torch_device)
-        self.model = _on(workload.model, device).train()
+        tensors = [*workload.model.parameters(), *workload.model.buffers()]
+        # One that is there already, perhaps without values, is left alone.
+        is_there = all(str(tensor.device) == device for tensor in tensors)
+        self.model = (workload.model if is_there else workload.model.to(device)).train()
         self.blocks = tuple(repeated_layers(self.model, listed_blocks(self.model, blocks)))
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.weight_bytes = sum(p.nbytes for p in parameters)
@@ -201,7 +204,7 @@ class Bench:
         return {
             "name": type(self.optimizer).__name__,
             "is_own": self.workload.make_optimizer is not None,
-            "state_bytes": sum(map(tensor_bytes, self.optimizer.state.values())),
+            "state_bytes": sum(t.nbytes for t in tensors_in(list(self.optimizer.state.values()))),
             "workspace_bytes": self.update_workspace_bytes(),
             "workspace_bytes_per_weight_byte": self._workspace_ratio(),
         }
@@ -309,12 +312,6 @@ class Bench:
             raise TargetError(one_line(error, file, role)) from error
 
 
-def _on(model: "nn.Module", device: str) -> "nn.Module":
-    """The model on a device; one that is there already, perhaps without values, is left alone."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return model if all(str(tensor.device) == device for tensor in tensors) else model.to(device)
-
-
 def move(batch: Any, device: str) -> Any:
     """Tensors in nested tuples, lists and dicts, moved to a device."""
     if isinstance(batch, dict):
@@ -336,15 +333,6 @@ def _make_optimizer(name: str, parameters: list[Any]) -> Any:
         optim.RAdam, optim.RMSprop,
     )}  # fmt: skip
     return kinds[name](parameters, lr=1e-4)
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in nested dicts, lists and tuples."""
-    if isinstance(value, dict):
-        return sum(map(tensor_bytes, value.values()))
-    if isinstance(value, tuple | list):
-        return sum(map(tensor_bytes, value))
-    return int(value.numel() * value.element_size()) if hasattr(value, "element_size") else 0
 
 
 def _described(value: object) -> str:

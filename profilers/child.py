@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from ..devices import memory
 from ..devices.backend import backend_of, is_out_of_memory
@@ -37,10 +37,6 @@ from .rehearsal import rehearse
 from .script_loop import receiving, run_measured
 from .timing import RepeatPolicy
 
-if TYPE_CHECKING:
-    from .bench import Bench
-
-
 # The memory of a worker's process without a model: Python, torch, the runtime, the group.
 #
 # A CPU's memory is that of the whole process, so this part of it is counted once for each worker.
@@ -48,7 +44,7 @@ if TYPE_CHECKING:
 # loaded their kernels and what they set up on first use.
 
 
-def warm_up(bench: "Bench", batch_size: int) -> None:
+def warm_up(bench: Bench, batch_size: int) -> None:
     """Train a step, and join a group of one: kernels, a group's threads and buffers are loaded."""
     import torch
     import torch.distributed as dist
@@ -207,17 +203,15 @@ def _hold(
 
 
 def _measured(
-    bench: Bench, batch_size: int, policy: RepeatPolicy, activations: Activations
+    bench: Bench, batch_size: int, policy: dict[str, Any], activations: Activations
 ) -> dict[str, Any]:
     with treated(bench.model, activations, bench.blocks):
-        return dataclasses.asdict(bench.measure(batch_size, policy))
+        return dataclasses.asdict(bench.measure(batch_size, RepeatPolicy(**policy)))
 
 
 _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
-    "measure": lambda bench, batch_size, policy, activations: _measured(
-        bench, batch_size, RepeatPolicy(**policy), activations
-    ),
-    "optimizer_state": lambda bench, batch_size: bench.optimizer_state(batch_size),
+    "measure": _measured,
+    "optimizer_state": Bench.optimizer_state,
     "hold": _hold,
     "layers": measure_layers,
     "count": lambda _, **request: answer_counts(**request),

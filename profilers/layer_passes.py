@@ -162,6 +162,14 @@ class LayerPiece:
     made: Callable[[Any], list[Any]]
     before: str | None = None
 
+    def results(self, answer: Any) -> list[Any]:
+        """What a backward pass begins at."""
+        return [tensor for tensor in self.made(answer) if tensor.requires_grad]
+
+    def made_bytes(self, answer: Any) -> int:
+        """Of its tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.made(answer))
+
 
 def measuring_seconds(bench: Bench) -> tuple[float, float]:
     """What timing an empty layer takes, forward and backward: the clock and autograd's start."""
@@ -184,33 +192,33 @@ def measure_piece(
     Returns:
         Medians and bytes as LayerNode names them (stashes stay in the ledger), and its answer.
     """
-    inputs = _Inputs(piece.values)
+    inputs = PassInputs(piece.values)
     # The first pass, for the ledger, is the warm-up too.
     answer = ledger.record(
         piece.id, lambda: piece.call(*inputs.copies), piece.made, inputs.pairs, piece.before
     )
-    _backward(_results(piece.made(answer)))
+    _backward(piece.results(answer))
     timed = [_timed_passes(bench, piece) for _ in range(repeats)]
     return {
         "forward_seconds": max(0.0, median(forward for forward, _ in timed) - empty[0]),
         "backward_seconds": max(0.0, median(backward for _, backward in timed) - empty[1]),
-        "activation_bytes": sum(t.numel() * t.element_size() for t in piece.made(answer)),
+        "activation_bytes": piece.made_bytes(answer),
         "workspace_bytes": _workspace_bytes(bench, piece),
     }, answer
 
 
 def _timed_passes(bench: Bench, piece: LayerPiece) -> tuple[float, float]:
-    inputs = _Inputs(piece.values)
+    inputs = PassInputs(piece.values)
     kept: list[Any] = []
     forward, _ = bench.timed(lambda: kept.append(piece.call(*inputs.copies)))
-    results = _results(piece.made(kept[0]))
+    results = piece.results(kept[0])
     gradients = _ones(results)
     backward = bench.timed(lambda: _backward(results, gradients))[0] if results else 0.0
     bench.optimizer.zero_grad(set_to_none=False)
     return forward, backward
 
 
-class _Inputs:
+class PassInputs:
     """One pass's inputs: leaves that get gradients, and copies that in-place layers may write."""
 
     def __init__(self, values: Sequence[Any]) -> None:
@@ -234,10 +242,10 @@ class _Inputs:
 
 def _workspace_bytes(bench: Bench, piece: LayerPiece) -> int | None:
     """The most over inputs, outputs and stashes (forward), and over new gradients (backward)."""
-    inputs = _Inputs(piece.values)
+    inputs = PassInputs(piece.values)
     kept: list[Any] = []
     forward = footprint(lambda: kept.append(piece.call(*inputs.copies)), bench.device)
-    results = _results(piece.made(kept[0]))
+    results = piece.results(kept[0])
     gradients = _ones(results)
     kept.clear()  # only the graph holds what it needs from here on, as in a step
     backward: Footprint | None = Footprint(0, 0)
@@ -258,10 +266,6 @@ def _backward(results: list[Any], gradients: list[Any] | None = None) -> None:
         torch.autograd.backward(results, _ones(results) if gradients is None else gradients)
 
 
-def _results(tensors: list[Any]) -> list[Any]:
-    return [tensor for tensor in tensors if tensor.requires_grad]
-
-
 def _ones(results: list[Any]) -> list[Any]:
     import torch
 
@@ -273,6 +277,42 @@ def detached(value: Any) -> Any:
     return mapped(lambda tensor: tensor.detach(), value)
 
 
+def walked(
+    layered: "LayeredModel",
+    parts: "Sequence[StageModule]",
+    arguments: Mapping[str, Any],
+    block_bytes: int,
+    look: Callable[[LayerPiece, list[Any]], tuple[Row, Any]],
+) -> list[Row]:
+    """Look at the layers of a traced model in order, each with what those before it made.
+
+    Args:
+        layered: The model.
+        parts: [layers] each layer to run.
+        arguments: The model's own, by name.
+        block_bytes: What the allocator gives memory in.
+        look: Given a layer and its trained weights, what to note of it, and its answer.
+    """
+    values = dict(arguments)
+    held: dict[int, str] = {}
+    rows = []
+    for layer, part in zip(layered.layers, parts, strict=True):
+        own = [name not in part.inputs for name in part.outputs]
+        made = partial(_chosen, own) if own else tensors_in
+        given = [values[name] for name in (*part.arguments, *part.inputs)]
+        trained = [weight for weight in part.module.parameters() if weight.requires_grad]
+        row, answer = look(LayerPiece(layer.id, part, given, made), trained)
+        values.update(
+            (name, detached(value))
+            for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
+            if is_own
+        )
+        row |= weight_row(layer.id, part.module.parameters(), held, block_bytes)
+        row |= buffer_row(part.module, block_bytes, part.buffers)
+        rows.append({"id": layer.id, "op": layer.op, **row})
+    return rows
+
+
 def traced_rows(
     bench: Bench,
     ledger: StorageLedger,
@@ -280,35 +320,17 @@ def traced_rows(
     arguments: dict[str, Any],
     repeats: int,
 ) -> tuple[list[Row], list[list[str]]]:
-    """Measure the layers of a traced model in order, each from what those before it made.
-
-    Returns:
-        Rows of the layers, and edges.
-    """
+    """Measure the layers of a traced model: their rows, and edges."""
     from ..runtime.pipeline.cut import cut
 
-    values = dict(arguments)
     parts = cut(layered, [[layer.id] for layer in layered.layers])
-    held: dict[int, str] = {}
     empty = measuring_seconds(bench)
-    rows = []
-    for layer, part in zip(layered.layers, parts, strict=True):
-        own = [name not in part.inputs for name in part.outputs]
-        made = partial(chosen, own) if own else tensors_in
-        names = [*part.arguments, *part.inputs]
-        piece = LayerPiece(layer.id, part, [values[name] for name in names], made)
+
+    def measured(piece: LayerPiece, trained: list[Any]) -> tuple[Row, Any]:
         row, answer = measure_piece(bench, ledger, piece, repeats, empty)
-        trained = [weight for weight in part.module.parameters() if weight.requires_grad]
-        row |= _halves(bench, piece, trained, repeats, empty[1])
-        values.update(
-            (name, detached(value))
-            for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
-            if is_own
-        )
-        block = block_bytes_of(bench)
-        weights = weight_row(layer.id, part.module.parameters(), held, block)
-        row |= weights | buffer_row(part.module, block, part.buffers)
-        rows.append({"id": layer.id, "op": layer.op, **row})
+        return row | _halves(bench, piece, trained, repeats, empty[1]), answer
+
+    rows = walked(layered, parts, arguments, block_bytes_of(bench), measured)
     return rows, [list(edge) for edge in layered.edges]
 
 
@@ -334,8 +356,8 @@ def _timed_halves(bench: Bench, piece: LayerPiece, weights: list[Any]) -> tuple[
 
     from ..runtime.pipeline.stage import WeightHalf, backward_input
 
-    inputs = _Inputs(piece.values)
-    results = _results(piece.made(piece.call(*inputs.copies)))
+    inputs = PassInputs(piece.values)
+    results = piece.results(piece.call(*inputs.copies))
     leaves = [leaf for leaf in inputs.leaves if leaf.requires_grad]
     gradients, kept = _ones(results), list[WeightHalf | None]()
     if not results:
@@ -383,7 +405,7 @@ def core_rows(
     return rows
 
 
-def chosen(own: list[bool], answer: Any) -> list[Any]:
+def _chosen(own: list[bool], answer: Any) -> list[Any]:
     """The tensors that a layer made itself, of all that its part answers with."""
     return tensors_in([value for value, is_own in zip(answer, own, strict=True) if is_own])
 

@@ -38,11 +38,10 @@ from .layer_memory import BLOCK_BYTES, StorageLedger
 from .layer_passes import (
     FoundCores,
     LayerPiece,
-    buffer_row,
-    chosen,
-    detached,
+    PassInputs,
+    Row,
     find_cores,
-    weight_row,
+    walked,
 )
 from .layers import call_of, find_layers
 
@@ -180,10 +179,6 @@ class Tally:
         """The operators called, equal calls merged, in the order of their first call."""
         return _merged(self.calls)
 
-    def called(self, operator: Operator) -> None:
-        """Count a call."""
-        self.calls[operator] += 1
-
     def allocated(self, storage: Any, inputs: set[int]) -> None:
         """Count a storage that is not one of the inputs' until it is freed."""
         key = storage._cdata
@@ -234,7 +229,7 @@ def _recorder() -> Any:
                 self._tally.allocated(tensor.untyped_storage(), held)
             counted = counted_call(function, arguments, named, answer)
             if counted is not None:
-                self._tally.called(counted)
+                self._tally.calls[counted] += 1
             return answer
 
     return Recorder
@@ -357,20 +352,22 @@ def count_model(
     Raises:
         TargetError: The workload is at fault, or what it does depends on values.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+
+    def faked(size: int) -> Any:
+        return mapped(lambda t: t if is_fake(t) else fake.from_tensor(t), make(size))
 
     with (
         _without_onednn(),
-        _autocast_as_on_gpus(),
-        _attention_as_on_gpus()(),
-        _experts_are_even(),
+        _autocast_on_the_host(),
+        _as_on_gpus()(),
         _again_as_before(),
         FakeTensorMode(allow_non_fake_inputs=True) as fake,
     ):
         workload = _loaded(target, fake)
         first = min([*sizes, *layers_at])
         make = _batches(target, workload.make_batch, first)
-        workload = replace(workload, make_batch=partial(_faked_batch, fake, make))
+        workload = replace(workload, make_batch=faked)
         bench = Bench(workload, TORCH_DEVICE, optimizer, target.blocks)
         with _values_are_missing(target), _mixed_precision(precision):
             counts = _counted(bench, sizes, layers_at, is_enough, activations)
@@ -393,27 +390,6 @@ def _mixed_precision(precision: Precision | None) -> Iterator[None]:
         yield
 
 
-@cache
-def _attention_as_on_gpus() -> Any:
-    """The class that leaves dropout out of attention: only a CPU has no fused kernel with it."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    attention = torch.nn.functional.scaled_dot_product_attention
-
-    class Attention(TorchFunctionMode):
-        def __torch_function__(
-            self, function: Any, types: Any, arguments: Any = (), named: Any = None
-        ) -> Any:
-            named = named or {}
-            if function is attention:
-                arguments = (*arguments[:4], *([0.0] if len(arguments) > 4 else []), *arguments[5:])
-                named = {name: 0.0 if name == "dropout_p" else named[name] for name in named}
-            return function(*arguments, **named)
-
-    return Attention
-
-
 # What CUDA's autocast computes in 32 bits and a CPU's does not.
 _IN_32_BITS = {
     "cosine_similarity", "cross_entropy", "cumsum", "exp", "expm1", "group_norm", "l1_loss",
@@ -422,21 +398,50 @@ _IN_32_BITS = {
 }  # fmt: skip
 
 
+@cache
+def _as_on_gpus() -> Any:
+    """The class of a mode in which torch's functions are called as a GPU would run them."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    class AsOnGpus(TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, types: Any, arguments: Any = (), named: Any = None
+        ) -> Any:
+            named, name = named or {}, getattr(function, "__name__", "")
+            is_grouped = name in ("grouped_mm", "_grouped_mm")
+            if is_grouped and [factor.dim() for factor in arguments[:2]] == [2, 3]:
+                return _evenly(*arguments[:2])
+            if function is attention:  # only a CPU has no fused kernel with dropout
+                arguments = (*arguments[:4], *([0.0] if len(arguments) > 4 else []), *arguments[5:])
+                named = {key: 0.0 if key == "dropout_p" else named[key] for key in named}
+            elif name in _IN_32_BITS and torch.is_autocast_enabled(TORCH_DEVICE):
+                arguments, named = mapped(_in_32_bits, (list(arguments), named))
+            return function(*arguments, **named)
+
+    return AsOnGpus
+
+
+def _evenly(rows: Any, weights: Any) -> Any:
+    """The product of groups of rows, one for each expert, as of groups of one size."""
+    # How many rows a router sends to each expert depends on values. Evenly spread, a mixture's
+    # product is one batched product, padded up to whole groups.
+    from torch.nn import functional
+
+    experts = len(weights)
+    each = -(-len(rows) // experts)
+    padded = functional.pad(rows, (0, 0, 0, each * experts - len(rows)))
+    return (padded.view(experts, each, -1) @ weights).flatten(0, 1)[: len(rows)]
+
+
 @contextmanager
-def _autocast_as_on_gpus() -> Iterator[None]:
+def _autocast_on_the_host() -> Iterator[None]:
     """Let an autocast of a GPU act on tensors without values, which are on the CPU."""
     # Else an autocast in a step would be left out of the counts in silence. A CPU's autocast acts,
     # and is given the types of a GPU's: products in 16 bits, the rest of the list in 32.
     import torch
-    from torch.overrides import TorchFunctionMode
-
-    class In32Bits(TorchFunctionMode):
-        def __torch_function__(
-            self, function: Any, types: Any, arguments: Any = (), named: Any = None
-        ) -> Any:
-            if getattr(function, "__name__", "") in _IN_32_BITS and _is_autocast():
-                arguments, named = mapped(_in_32_bits, (list(arguments), named or {}))
-            return function(*arguments, **(named or {}))
 
     begin = torch.autocast.__init__
 
@@ -449,36 +454,9 @@ def _autocast_as_on_gpus() -> Iterator[None]:
 
     torch.autocast.__init__ = on_the_host  # type: ignore[method-assign]
     try:
-        with In32Bits():
-            yield
+        yield
     finally:
         torch.autocast.__init__ = begin  # type: ignore[method-assign]
-
-
-@contextmanager
-def _experts_are_even() -> Iterator[None]:
-    """Count products of groups of rows, one for each expert, as of groups of one size."""
-    # How many rows a router sends to each expert depends on values. Evenly spread, a mixture's
-    # product is one batched product, padded up to whole groups.
-    from torch.nn import functional
-    from torch.overrides import TorchFunctionMode
-
-    class EvenGroups(TorchFunctionMode):
-        def __torch_function__(
-            self, function: Any, types: Any, arguments: Any = (), named: Any = None
-        ) -> Any:
-            is_grouped = getattr(function, "__name__", "") in ("grouped_mm", "_grouped_mm")
-            if not is_grouped or [factor.dim() for factor in arguments[:2]] != [2, 3]:
-                return function(*arguments, **(named or {}))
-            rows, weights = arguments[:2]
-            experts = len(weights)
-            each = -(-len(rows) // experts)
-            padded = functional.pad(rows, (0, 0, 0, each * experts - len(rows)))
-            found = padded.view(experts, each, -1) @ weights
-            return found.flatten(0, 1)[: len(rows)]
-
-    with EvenGroups():
-        yield
 
 
 @contextmanager
@@ -506,12 +484,6 @@ def _again_as_before() -> Iterator[None]:
         yield
     finally:
         checkpoint._CheckpointFrame = before  # type: ignore[misc]
-
-
-def _is_autocast() -> bool:
-    import torch
-
-    return torch.is_autocast_enabled(TORCH_DEVICE)
 
 
 def _in_32_bits(tensor: Any) -> Any:
@@ -615,12 +587,6 @@ def _batches(target: targets.Target, make: Callable[[int], Any], size: int) -> C
             way(size)
             return way
     return make
-
-
-def _faked_batch(fake: Any, make: Callable[[int], Any], size: int) -> Any:
-    from torch._subclasses.fake_tensor import is_fake
-
-    return mapped(lambda t: t if is_fake(t) else fake.from_tensor(t), make(size))
 
 
 @contextmanager
@@ -850,26 +816,11 @@ def _table(bench: Bench, size: int) -> LayerTable:
     ledger = StorageLedger(standing, tensors_in(values))
     parts = cut(found.layered, [[layer.id] for layer in found.layered.layers])
     cores = find_cores(found.layered, parts, values)
-    held: dict[int, str] = {}
-    rows = []
-    for layer, part in zip(found.layered.layers, parts, strict=True):
-        own = [name not in part.inputs for name in part.outputs]
-        made = partial(chosen, own) if own else tensors_in
-        inputs = [values[name] for name in (*part.arguments, *part.inputs)]
-        trained = [weight for weight in part.module.parameters() if weight.requires_grad]
-        row, answer = _layer(ledger, LayerPiece(layer.id, part, inputs, made), trained)
-        values.update(
-            (name, detached(value))
-            for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
-            if is_own
-        )
-        weights = weight_row(layer.id, part.module.parameters(), held, BLOCK_BYTES)
-        row |= buffer_row(part.module, BLOCK_BYTES, part.buffers)
+    rows = walked(found.layered, parts, values, BLOCK_BYTES, partial(_layer, ledger))
+    for row, part in zip(rows, parts, strict=True):
         # A bias is added to a row-parallel product's whole sum, so every device holds it.
         biases = sum(_bytes(p) for p in part.module.parameters() if p.dim() == 1)
-        bias_bytes = min(biases, weights["weight_bytes"])
-        named = {"id": layer.id, "op": layer.op, "whole_weight_bytes": bias_bytes}
-        rows.append({**named, **row, **weights})
+        row["whole_weight_bytes"] = min(biases, row["weight_bytes"])
     stashed = ledger.stashed_bytes
     of_loss = max(0, whole.kept_bytes - sum(stashed.values()))
     # The loss is computed where the model ends, and what it keeps is in no layer.
@@ -906,18 +857,16 @@ def _core(cores: FoundCores, layer: str, kept_bytes: int) -> CoreCounts | None:
     )
 
 
-def _layer(
-    ledger: StorageLedger, piece: LayerPiece, trained: list[Any]
-) -> tuple[dict[str, Any], Any]:
+def _layer(ledger: StorageLedger, piece: LayerPiece, trained: list[Any]) -> tuple[Row, Any]:
     """A layer's operators and memory, and its answer."""
     import torch
 
-    inputs = _Inputs(piece)
+    inputs = PassInputs(piece.values)
     with tallied() as forward:
         answer = ledger.record(
             piece.id, lambda: piece.call(*inputs.copies), piece.made, inputs.pairs
         )
-    results = _results(piece, answer)
+    results = piece.results(answer)
     ones = [torch.ones_like(result) for result in results]
     with tallied() as backward:
         if results:
@@ -928,38 +877,19 @@ def _layer(
         "forward": forward.operators,
         "backward": backward.operators,
         **_halves(piece, trained, ones),
-        "activation_bytes": sum(t.numel() * t.element_size() for t in piece.made(answer)),
+        "activation_bytes": piece.made_bytes(answer),
         "workspace_bytes": workspace,
     }, answer
 
 
-class _Inputs:
-    """A layer's inputs: leaves, copies that in-place layers may write, and pairs for the ledger."""
-
-    def __init__(self, piece: LayerPiece) -> None:
-        self.leaves: list[Any] = []
-        self.pairs: list[tuple[Any, Any]] = []
-
-        def copied(tensor: Any) -> Any:
-            self.leaves.append(tensor.detach().requires_grad_(tensor.is_floating_point()))
-            self.pairs.append((self.leaves[-1].clone(), tensor))
-            return self.pairs[-1][0]
-
-        self.copies = [mapped(copied, value) for value in piece.values]
-
-
-def _results(piece: LayerPiece, answer: Any) -> list[Any]:
-    return [tensor for tensor in piece.made(answer) if tensor.requires_grad]
-
-
-def _halves(piece: LayerPiece, trained: list[Any], ones: list[Any]) -> dict[str, Any]:
+def _halves(piece: LayerPiece, trained: list[Any], ones: list[Any]) -> Row:
     """Both halves of a backward pass; nothing if its graph cannot be walked twice."""
     import torch
 
     from ..runtime.pipeline.stage import backward_input
 
-    inputs = _Inputs(piece)
-    results = _results(piece, piece.call(*inputs.copies))
+    inputs = PassInputs(piece.values)
+    results = piece.results(piece.call(*inputs.copies))
     leaves = [leaf for leaf in inputs.leaves if leaf.requires_grad]
     first, second = Tally(), Tally()
     try:

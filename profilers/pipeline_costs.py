@@ -224,7 +224,7 @@ def with_passes(
         return guess * (step.seconds - without) / longer
 
     found = {
-        index: _quartile([between(trial, step) for step in made])
+        index: sorted(between(trial, step) for step in made)[len(made) // 4]
         for index, (trial, made) in enumerate(zip(trials, steps, strict=True))
         if trial.num_replicas == 1
     }
@@ -237,10 +237,6 @@ def with_passes(
     return replace(
         with_more(statistics.median(found.values())), step_error=statistics.median(errors)
     )
-
-
-def _quartile(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 4]
 
 
 # Which pipelines a profile rehearses, and the launch configs of them.
@@ -334,16 +330,6 @@ _Step = tuple[StepTimes, ...]
 """[workers] of one step."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rehearsed:
-    """What the rehearsals of all trials gave."""
-
-    steps: list[list[_Step]]  # [trials][steps] the times of both workers
-    # The most that a worker's allocator held free after a trial's last step, beyond what a step
-    # takes for a while; None where it is not known.
-    fragmentation_bytes: int | None
-
-
 def measure_pipeline(
     target: Target,
     request: DeviceRequest,
@@ -375,7 +361,7 @@ def measure_pipeline(
     trials = affordable(alone, budget_seconds)
     again = replace(trials[1], recompute=True)
 
-    def rehearsed(trials: Sequence[Trial]) -> "_Rehearsed":
+    def rehearsed(trials: Sequence[Trial]) -> tuple[list[list[_Step]], int | None]:
         return _rehearse(
             target, request, alone, (*trials, again), optimizer, budget_seconds, progress
         )
@@ -383,15 +369,14 @@ def measure_pipeline(
     no_replicas: dict[str, Any] = {}
     try:
         try:
-            found = rehearsed(trials)
+            steps, fragmentation_bytes = rehearsed(trials)
         except MemoryError:
             # Two halves may fit where one device does not train the whole model.
             trials = tuple(trial for trial in trials if trial.num_replicas == 1)
-            found = rehearsed(trials)
+            steps, fragmentation_bytes = rehearsed(trials)
             no_replicas = {"replicas": {"skipped": "out of memory: one stage of all layers"}}
     except (HetflowError, ChildDied, MemoryError) as error:
         return profile, {"skipped": f"the pipelines failed: {said(error)}"}
-    steps = found.steps
     timings = [RepeatTiming.of([_slowest(step) for step in made]) for made in steps]
     reduction = _reduction(trials, steps)
     took = [[*_passes(made).values()] for made in steps]
@@ -405,7 +390,7 @@ def measure_pipeline(
         for made in steps[:-1]
     ]
     costs = with_passes(profiled, costs, trials, timed)
-    costs = replace(_with_ring(costs, profiled), fragmentation_bytes=found.fragmentation_bytes)
+    costs = replace(_with_ring(costs, profiled), fragmentation_bytes=fragmentation_bytes)
     told = [
         {
             **asdict(trial),
@@ -537,7 +522,13 @@ def _rehearse(
     optimizer: str,
     budget_seconds: float,
     progress: Progress,
-) -> _Rehearsed:
+) -> tuple[list[list[_Step]], int | None]:
+    """Train all trials in turns.
+
+    Returns:
+        [trials][steps] the times of both workers; and the most that one's allocator held free after
+        a trial's last step, beyond what a step takes for a while, None where it is not known.
+    """
     samples: list[list[_Step]] = [[] for _ in trials]
     fragments: list[int] = []
     expected = [profiled.step_seconds(trial, _NOTHING) for trial in trials]
@@ -557,7 +548,7 @@ def _rehearse(
                     workers, held = crew.together_with_held(config, num_steps=total)
                     fragments += _beyond_passes(profiled.passing_bytes(trial), held)
                 samples[index] += list(zip(*workers, strict=True))[_WARM_UP_STEPS:]
-    return _Rehearsed(samples, max(fragments, default=None))
+    return samples, max(fragments, default=None)
 
 
 def _beyond_passes(passing: Sequence[int], held: Sequence[int | None]) -> list[int]:

@@ -26,7 +26,6 @@ from ..runtime.measurements import StepTimes
 from ..runtime.preload import VARIABLE, Forked, Preload
 from ..schema import files
 from ..schema.errors import TargetError
-from ..schema.launch import LaunchConfig
 from ..schema.layers import PassMoment
 from ..schema.options import Activations, option
 from ..schema.plan import PassTime
@@ -234,7 +233,7 @@ class Loading:
     def ask_alone(self, child: Child, device: str) -> None:
         """Have a process train by itself; its answer are facts about the workload."""
         if self.target.is_script:
-            self._ask_script(child, device, config_of([[1]], device_type=self.device_type))
+            self.ask_script(child, device)
             return
         child.send(
             "load",
@@ -246,30 +245,20 @@ class Loading:
             blocks=self.target.blocks,
         )
 
-    def ask_together(
-        self, child: Child, device: str, *, rank: int, workers: int, port: int
+    def ask_script(
+        self, child: Child, device: str, *, rank: int = 0, workers: int = 1, port: int | None = None
     ) -> None:
-        """Have a process be one worker of a script, which meet in a store at a port."""
+        """Have a process be one worker of a script; several meet in a store at a port."""
         config = config_of([[1]] * workers, device_type=self.device_type)
-        self._ask_script(child, device, config, rank=rank, port=port)
-
-    def _ask_script(
-        self,
-        child: Child,
-        device: str,
-        config: LaunchConfig,
-        *,
-        rank: int = 0,
-        port: int | None = None,
-    ) -> None:
-        values: dict[str, Any] = {"config": files.to_json(config), "rank": rank, "port": port}
         child.send(
             "script",
             script=[self.target.location, *self.target.arguments],
             device=device,
             memory_bytes=self.memory_bytes,
             few_samples=self.target.few_samples,
-            **values,
+            config=files.to_json(config),
+            rank=rank,
+            port=port,
         )
 
 

@@ -19,13 +19,13 @@ from ..devices.backend import backend_of, is_out_of_memory
 from ..planning.costs.memory import COMPARED_BYTES
 from ..runtime.emulation import PassHolder
 from ..runtime.measurements import StepTimes, reference_seconds
+from ..runtime.nested_tensors import tensors_in
 from ..schema import files
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig
 from ..schema.options import option
 from ..schema.plan import PassTime
 from .batch_curve import SizeResult
-from .bench import tensor_bytes
 from .exchange import StartingLine
 from .targets import one_line
 from .timing import RepeatPolicy, RepeatTiming
@@ -137,12 +137,14 @@ class _Loop:
     ) -> None:
         self.few_samples = few_samples
         self._script, self._receive, self._answer = script, receive, answer
-        self._device, self._backend = device, backend_of(device)
+        self._backend = backend_of(device)
         self._own_size: int | None = None
         self._num_asked, self._num_updates = 0, 0
         self._serving: Generator[None, None, None] | None = None
+        import torch
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+        self._device = torch.device(device)
         register_optimizer_step_pre_hook(lambda optimizer, *_: self.updated(optimizer))
 
     # What the adapters tell
@@ -230,7 +232,7 @@ class _Loop:
             "optimizer": type(self._training.optimizers[0]).__name__,
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
-            "reference_seconds": reference_seconds(self._torch_device),
+            "reference_seconds": reference_seconds(self._device),
             "peak_memory_reset": memory.reset_peak(),
             "own_batch_size": self._own_size,
             "num_samples": self._num_samples(),
@@ -260,7 +262,7 @@ class _Loop:
         repeats = RepeatPolicy(**policy)
         yield from self._steps([batch_size], 1)
         self._backend.release_unused()
-        self._reset_peak()
+        self._backend.reset_peak(self._device)
         if self._training.cuts_batches:
             self._make_gradients()
         yield from self._steps([batch_size], 1)
@@ -272,9 +274,10 @@ class _Loop:
             batch_size=batch_size,
             timing=RepeatTiming.of(samples),
             wall_seconds=statistics.median(samples),
-            peak_memory_bytes=self._peak_bytes() + (0 if self._backend.is_host else COMPARED_BYTES),
-            fragmentation_bytes=self._backend.fragmentation_bytes(self._torch_device),
-            beside_bytes=self._backend.beside_bytes(self._torch_device),
+            peak_memory_bytes=(self._backend.peak_bytes(self._device) or 0)
+            + (0 if self._backend.is_host else COMPARED_BYTES),
+            fragmentation_bytes=self._backend.fragmentation_bytes(self._device),
+            beside_bytes=self._backend.beside_bytes(self._device),
         )
         return asdict(found)
 
@@ -303,15 +306,15 @@ class _Loop:
         line = StartingLine(**beside) if beside is not None else None
         if measures_peak:
             self._backend.release_unused()
-            self._reset_peak()
+            self._backend.reset_peak(self._device)
         if line is not None:
             yield from self._steps(sizes, 1)
             line.wait("ready")
         steps = yield from self._steps(sizes, num_steps)
         found: dict[str, Any] = {"steps": [step.as_json() for step in steps], "no_loading": None}
         if measures_peak:
-            found["peak_memory_bytes"] = self._peak_bytes()
-            found["beside_bytes"] = self._backend.beside_bytes(self._torch_device)
+            found["peak_memory_bytes"] = self._backend.peak_bytes(self._device) or 0
+            found["beside_bytes"] = self._backend.beside_bytes(self._device)
         if line is not None:
             yield from self._accompany(line, sizes)
         return found
@@ -326,11 +329,11 @@ class _Loop:
     def _do_optimizer_state(self, batch_size: int) -> Steps:
         yield from self._steps([batch_size], 1)
         optimizers = self._training.optimizers
-        kept = sum(tensor_bytes(state) for o in optimizers for state in o.state.values())
+        states = [state for one in optimizers for state in one.state.values()]
         return {
             "name": type(optimizers[0]).__name__,
             "is_own": True,
-            "state_bytes": kept,
+            "state_bytes": sum(tensor.nbytes for tensor in tensors_in(states)),
             "workspace_bytes": None,
             "workspace_bytes_per_weight_byte": None,
         }
@@ -371,18 +374,6 @@ class _Loop:
             return steps
         shared = statistics.fmean(step.update_seconds for step in steps)
         return [replace(step, ended=step.synchronised + shared) for step in steps]
-
-    @property
-    def _torch_device(self) -> Any:
-        import torch
-
-        return torch.device(self._device)
-
-    def _reset_peak(self) -> None:
-        self._backend.reset_peak(self._torch_device)
-
-    def _peak_bytes(self) -> int:
-        return self._backend.peak_bytes(self._torch_device) or 0
 
 
 def _own_size_of(batches: "Sized") -> int | None:

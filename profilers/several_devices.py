@@ -210,9 +210,7 @@ class Crew:
         for rank in range(self.num_workers):
             child, device = self._started(rank)
             self._synchronising.append(child)
-            self._loading.ask_together(
-                child, device, rank=rank, workers=self.num_workers, port=port
-            )
+            self._loading.ask_script(child, device, rank=rank, workers=self.num_workers, port=port)
         self._answers(self._synchronising)
 
     def _started(self, index: int) -> tuple[Child, str]:
