@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .backend import DEVICES, DeviceBackend, backend_of
+from .backend import DEVICES, backend_of
 from .host import COLLECTIVE, TORCH_DEVICE
 
 # Read NCCL's watchdog messages: why it aborted a process.
@@ -65,14 +65,6 @@ def is_built(collective: str) -> bool:
     return dist.is_available() and (known is None or bool(known()))
 
 
-def owner_of(collective: str) -> DeviceBackend | None:
-    """The kind of device that this library is for; None for the hosts' library."""
-    if collective == HOST_COLLECTIVE:
-        return None
-    registered = DEVICES.registered
-    return next((backend for backend in registered if backend.collective == collective), None)
-
-
 def is_on_devices(group: "torch.distributed.ProcessGroup | None" = None) -> bool:
     """Whether the collectives of this worker's group go from device to device.
 
@@ -97,8 +89,9 @@ def current_wire_device() -> "torch.device":
     import torch
     import torch.distributed as dist
 
-    owner = owner_of(dist.get_backend())
-    return torch.device(TORCH_DEVICE if owner is None else owner.kind)
+    own = dist.get_backend()
+    kinds = (b.kind for b in DEVICES.registered if b.collective == own != HOST_COLLECTIVE)
+    return torch.device(next(kinds, TORCH_DEVICE))
 
 
 def payload_collective(device: "torch.device", default: str) -> str | None:

@@ -6,16 +6,14 @@ fixed time (``runtime/emulation.py``).
 """
 
 import os
-import platform
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..schema.errors import ProblemError
 from ..schema.options import option
 from .backend import DeviceRequest, LocalDevice, device_backend
-from .host import TORCH_DEVICE, HostBackend
+from .host import TORCH_DEVICE, HostBackend, cpu_name
 from .memory import machine_memory_bytes
 
 if TYPE_CHECKING:
@@ -36,16 +34,6 @@ def cpu_device() -> LocalDevice:
         torch_devices=(TORCH_DEVICE,) * number,
         memory_bytes=machine_memory_bytes() // number,
     )
-
-
-def cpu_name() -> str:
-    """The processor's model name."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
 
 
 @device_backend

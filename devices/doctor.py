@@ -311,7 +311,7 @@ def collect_facts() -> Facts:
     return Facts(
         python=platform.python_version(),
         driver=nvidia_driver(),
-        gpus=_gpus(),
+        gpus=_gpus_of_nvidia_smi() or _gpus_of_nvml(),
         missing_extras=tuple(name for name in EXTRAS if importlib.util.find_spec(name) is None),
         cores=len(os.sched_getaffinity(0)),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
@@ -344,10 +344,6 @@ def _torch_facts() -> dict[str, Any]:
         else (),
         "backends": tuple(name for name, check in checks.items() if available and check()),
     }
-
-
-def _gpus() -> tuple[Gpu, ...]:
-    return _gpus_of_nvidia_smi() or _gpus_of_nvml()
 
 
 def _gpus_of_nvidia_smi() -> tuple[Gpu, ...]:
@@ -466,16 +462,10 @@ def topology() -> dict[str, Any]:
             for properties, place in zip(found, places, strict=True)
         ],
         "peers": [
-            [other for other in range(number) if other != own and _reaches(own, other)]
+            [n for n in range(number) if n != own and torch.cuda.can_device_access_peer(own, n)]
             for own in range(number)
         ],
     }
-
-
-def _reaches(own: int, other: int) -> bool:
-    import torch
-
-    return bool(torch.cuda.can_device_access_peer(own, other))
 
 
 def _collective_versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import platform
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +75,7 @@ class HostBackend(DeviceBackend):
         import torch
 
         capability = torch.backends.cpu.get_cpu_capability()
-        return f"{_model_name()} {capability} {torch.get_num_threads()}"
+        return f"{cpu_name()} {capability} {torch.get_num_threads()}"
 
     def synchronize(self, device: "torch.device") -> None:
         """Nothing: work is done when the call returns."""
@@ -152,12 +153,14 @@ class HostBackend(DeviceBackend):
 
 
 @cache
-def _model_name() -> str:
+def cpu_name() -> str:
+    """The processor's model name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("model name")), platform.machine())
+        text = ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 if TYPE_CHECKING:

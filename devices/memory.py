@@ -29,11 +29,6 @@ def remember_preloaded() -> None:
     _Preloaded.file_bytes = status_bytes("RssFile") or 0
 
 
-def peak_bytes() -> int | None:
-    """The most memory this process held, in bytes; None where the kernel does not tell."""
-    return _with_untouched("VmHWM")
-
-
 def resident_memory_bytes() -> int | None:
     """What this process holds now, in bytes; None where the kernel does not tell."""
     return _with_untouched("VmRSS")
@@ -105,5 +100,5 @@ def reset_peak() -> bool:
 
 def peak_memory_bytes() -> int:
     """Peak resident memory of this process since ``reset_peak``, else since its start."""
-    peak = peak_bytes()
+    peak = _with_untouched("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak

@@ -348,9 +348,9 @@ class _Loop:
         yield from self._steps([batch_size], 1)
         table = [PassTime(batch_size=size, step_seconds=seconds) for size, seconds in passes]
         holder = PassHolder(table)
-        self._training.hold_by(holder)
+        self._training.holder = holder
         steps = yield from self._steps([batch_size], repeats)
-        self._training.hold_by(None)
+        self._training.holder = None
         return {"seconds": [step.computed for step in steps], "num_overruns": holder.num_overruns}
 
     def _steps(self, sizes: list[int], num_steps: int) -> Generator[None, None, list[StepTimes]]:

@@ -397,16 +397,12 @@ class _Process:
         self._streams[int(stream)] |= self._streams[int(other)]
 
     def _host(self, what: str) -> None:
-        waits = self._frontier_of(what)
+        of_stream = what.startswith("-")
+        waits = self._streams[int(what[1:])] if of_stream else self._events.get(what, _NONE)
         if waits - self._waited:
             node = self._graph.node()
             node.sides.append((None, 0, waits | self._waited))
             self._waited = frozenset((node,))
-
-    def _frontier_of(self, what: str) -> Frontier:
-        if what.startswith("-"):
-            return self._streams[int(what[1:])]
-        return self._events.get(what, _NONE)
 
     def _mark(self, stream: str, name: str) -> None:
         node = self._graph.node()

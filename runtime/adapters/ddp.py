@@ -33,15 +33,6 @@ from .training import ShareSampler, Training, begun, training
 # All of PyTorch's layers, and those of libraries, end in ``torch.nn.functional.batch_norm``.
 
 
-def adapt_batch_norm() -> None:
-    """Change torch's functions in this process."""
-    around(nn.functional, "batch_norm", _normalise)
-    around(nn.SyncBatchNorm, "forward", _forward)
-    around(
-        nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", _allow_on_any_device
-    )
-
-
 def _forward(original: Any, self: Any, x: Tensor) -> Tensor:
     """Run torch's SyncBatchNorm as any other layer; by itself it needs a GPU."""
     return original(self, x) if begun() is None else _BatchNorm.forward(self, x)
@@ -128,7 +119,9 @@ def adapt(torch_module: Any) -> None:
     around(nn.Module, "zero_grad", _clear)
     for name in filter(partial(hasattr, dist), _EXCHANGES):  # newer releases have more
         around(dist, name, _exchange)
-    adapt_batch_norm()
+    around(nn.functional, "batch_norm", _normalise)
+    around(nn.SyncBatchNorm, "forward", _forward)
+    around(DistributedDataParallel, "_passing_sync_batchnorm_handle", _allow_on_any_device)
     adapt_divisors()
 
 

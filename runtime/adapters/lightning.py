@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ..nested_tensors import mapped, plain
 from ..promise.promise import ignores_targets
 from ..sharding.precision import precision_of
 from .ddp import cut_loader
+from .losses import Known
 from .numbers import LOSS, Call, CountedPart, Numbers, ScriptStep, TriedStep, joined, slope_of
 from .patching import around, be_one_process, check_version
 from .training import ShareSampler, Training, training, warn_of_workers, with_scalars
@@ -355,28 +357,11 @@ def _on_first_worker(original: Any, self: Any, trainer: Any, *values: Any, **opt
         original(self, trainer, *values, **options)
 
 
-class _Loader:
-    """A loader as Lightning looks for the batches that it has seen."""
-
-    def __init__(self, cuts: ShareSampler) -> None:
-        self.batch_sampler = cuts.batch_sampler
-
-
 def _whole_indices(original: Any, self: Any, dataloader: Any) -> Any:
     cuts = getattr(dataloader, "batch_sampler", None)
-    return original(self, _Loader(cuts) if isinstance(cuts, ShareSampler) else dataloader)
-
-
-class _WithValue(torch.autograd.Function):
-    """A worker's loss with the value of the batch's; its gradient is that of the worker's."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, value: float) -> Tensor:
-        return torch.full_like(loss, value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
+    if isinstance(cuts, ShareSampler):  # the batches that it has seen are the script's
+        dataloader = SimpleNamespace(batch_sampler=cuts.batch_sampler)
+    return original(self, dataloader)
 
 
 def _loss_in(output: Any) -> Tensor:
@@ -487,7 +472,8 @@ class _TrainerStrategy(_PlanStrategy):
 
     def _output(self, outputs: list[Any], counts: list[int], value: float) -> Any:
         """What the last virtual node returns, with the batch's loss and all nodes' other values."""
-        loss = _WithValue.apply(_loss_in(outputs[-1]), value)  # type: ignore[no-untyped-call]
+        own = _loss_in(outputs[-1])
+        loss = Known.of(own, 1.0, lambda: torch.full_like(own, value))
         if not isinstance(outputs[-1], dict):
             return loss
         rest = [{k: v for k, v in output.items() if k != "loss"} for output in outputs]

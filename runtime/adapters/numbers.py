@@ -325,13 +325,12 @@ class ScriptStep:
             found = self._weights_by(kinds, parts)
             if self._num_tries >= _MOST_TRIES or len(kinds) == 1:
                 return found[0]
-            if self._training.are_all_true(
-                all(
-                    math.isclose(a, b, rel_tol=1e-9)
-                    for other in found[1:]
-                    for a, b in zip(found[0], other, strict=True)
-                )
-            ):
+            are_alike = all(
+                math.isclose(a, b, rel_tol=1e-9)
+                for other in found[1:]
+                for a, b in zip(found[0], other, strict=True)
+            )
+            if all(row[0] for row in self._training.numbers_of_all([float(are_alike)])):
                 return found[0]
             self._try(call, batch)
 

@@ -133,7 +133,7 @@ class SharedModel:
         )
         self.states.treat(place.activations)
         for optimizer in sharing.loaded:
-            self.cut(optimizer)
+            self.states.cut(optimizer)
         self.states.bring = partial(sharing.bring, self)
 
     def show(self, *, slices: bool) -> None:
@@ -205,11 +205,6 @@ class SharedModel:
             if whole is not None and name in state:
                 state[name] = whole
         self._asker, self._copies = None, {}
-
-    def cut(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep this worker's slices of an optimizer's state that was loaded or made whole."""
-        if self.states is not None:
-            self.states.cut(optimizer)
 
 
 class SharedModels:
@@ -323,7 +318,7 @@ class SharedModels:
 
     def begin_update(self) -> None:
         """Let an optimizer find slices, and see them as what they are until ``end_update``."""
-        for model in self._shared():
+        for model, _ in self._shared():
             if model.is_whole and not model.is_open:
                 model.make_slices()
         self._plain.append(plain())
@@ -336,9 +331,8 @@ class SharedModels:
 
     def scale_by(self, scaler: "torch.amp.GradScaler") -> None:
         """Let a scaler skip a step where any worker's share has an overflow."""
-        for model in self._shared()[:1]:
-            assert model.states is not None
-            model.states.share_overflows(scaler)
+        for _, states in self._shared()[:1]:
+            states.share_overflows(scaler)
 
     # What workers ask of each other
 
@@ -355,14 +349,12 @@ class SharedModels:
         asked, copies = [int(entry) for entry in own.tolist()], dict[Any, Tensor]()
         if asked[3]:
             copies[asked[3]] = self._brought(asked[3])
-        for model in self._shared() if asked[0] else ():
-            assert model.states is not None
-            model.states.make_whole()
+        for model, states in self._shared() if asked[0] else ():
+            states.make_whole()
             model.is_whole = True
-        for model in self._shared() if asked[1] else ():
-            assert model.states is not None
+        for model, states in self._shared() if asked[1] else ():
             parameters = dict(model.module.named_parameters())
-            for name, value in model.states.in_turn():
+            for name, value in states.in_turn():
                 if weights:
                     copies[id(parameters[name])] = copy_to_host(value)
         for optimizer in self._training.optimizers if asked[2] else ():
@@ -371,16 +363,15 @@ class SharedModels:
                     copies[id(parameter), name] = copy_to_host(value)
         return any(asked), copies
 
-    def _shared(self) -> list[SharedModel]:
-        return [model for model in self._models if model.states is not None]
+    def _shared(self) -> list[tuple[SharedModel, SharedStates]]:
+        return [(model, model.states) for model in self._models if model.states is not None]
 
     def _moments(
         self, optimizer: torch.optim.Optimizer
     ) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
         """(parameter, name, whole tensor) of an optimizer's state; call it on all workers."""
-        for model in self._shared():
-            assert model.states is not None
-            places = model.states.places()
+        for _, states in self._shared():
+            places = states.places()
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(parameter) in places:
                     flat, number = places[id(parameter)]
@@ -458,8 +449,8 @@ class SharedModels:
     def load(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep this worker's slices of what an optimizer has loaded."""
         self.loaded.add(optimizer)
-        for model in self._shared():
-            model.cut(optimizer)
+        for _, states in self._shared():
+            states.cut(optimizer)
 
     def _check_between(self) -> None:
         if self.is_open:
@@ -475,8 +466,7 @@ class SharedModels:
     def finish(self) -> None:
         """Bring the whole model to every worker for good."""
         self.answer()
-        for model in self._shared():
-            assert model.states is not None
-            model.states.make_whole()
-            model.states.close()
+        for model, states in self._shared():
+            states.make_whole()
+            states.close()
             model.states = None

@@ -43,12 +43,10 @@ from ...schema.options import option
 from ...schema.plan import Plan
 from .. import peers
 from ..agreement.agreement import CompareSchedule, KnownParameters, SharedTensors, WorkerComparison
-from ..emulation import PassHolder
 from ..finish import StopRequests, at_exit, leave, meet_all, part, report
 from ..gradients import Hooks, ScriptHooks
 from ..group import Place, gathered, join, make_group_of_one
 from ..log import log, speak
-from ..measurements import StepClock
 from ..nested_tensors import digest_of, tensors_in
 from ..promise.promise import chain
 from ..protocol.environment import PLAN, Start, read_environment
@@ -201,6 +199,8 @@ class Training:
         num_taken: Batches that the script has taken since an adapter last looked.
         losses: What shares of the script's losses count.
         sharing: The models whose states the workers share; None where each holds all.
+        clock: The times of the steps so far.
+        holder: Holds passes to a table of times; None lets them run freely.
         has_skipped: Whether the last update was left out for an overflow on another worker.
         cuts_batches: Whether its library runs a pass for each virtual node.
         took_gradients: Whether the script has asked for gradients without a backward pass.
@@ -232,7 +232,7 @@ class Training:
             seed=start.seed,
             watch=CompareSchedule(0, watches_first=False),
         )
-        self._clock, self._holder = self._session.clock, self._session.holder
+        self.clock, self.holder = self._session.clock, self._session.holder
         self._is_asked, self._is_held, self._is_reading = False, False, False
         self.sized: Sized | None = None
         self.num_full_steps = 0
@@ -333,11 +333,6 @@ class Training:
         """Samples of a full global batch."""
         return sum(self._sizes)
 
-    @property
-    def measured_step_seconds(self) -> float | None:
-        """The median of full steps so far, without waiting for the device; None before any."""
-        return self._clock.timings(wait=False).step_seconds
-
     # Data
 
     @property
@@ -352,15 +347,6 @@ class Training:
             batch_sizes: [virtual nodes of all workers] samples of each.
         """
         self._sizes = tuple(batch_sizes)
-
-    def hold_by(self, holder: PassHolder | None) -> None:
-        """Hold the passes to another table from now on; None lets them run freely."""
-        self._holder = holder
-
-    @property
-    def clock(self) -> StepClock:
-        """The times of the steps so far."""
-        return self._clock
 
     def cut(self, num_samples: int, batch_size: int | None, *, by_index: bool = False) -> BatchPart:
         """This worker's part of a global batch of ``num_samples`` samples.
@@ -419,11 +405,11 @@ class Training:
         """
         sized = None if cuts is None else cuts.sized
         while True:
-            self._clock.end_step()
+            self.clock.end_step()
             self.sized = sized
             if self.watcher is not None and sized is not None and sized.is_trained_on:
                 self.watcher.asked(self, sized)
-            self._clock.asked = self._clock.mark()
+            self.clock.asked = self.clock.mark()
             self._begin_hold()
             self._is_asked = True
             try:
@@ -532,10 +518,12 @@ class Training:
                 )
             self._check_batch(piece)
             self._check_data(piece)
-            self._compare_if_due()
+            is_due = self._watch.is_due(self._session.num_steps)
+            if self.place.distributed and self.watcher is None and is_due:
+                self.compare()
             self._is_begun = True
             self._session.num_steps += 1
-            self._clock.begin_step(is_full=self._is_full(piece))
+            self.clock.begin_step(is_full=self._is_full(piece))
             self.num_full_steps += self._is_full(piece)
             if self.sized is not None:
                 self.sized.is_trained_on = True
@@ -543,23 +531,18 @@ class Training:
                 self._begin_hold()
             self._is_asked = False
         if self._mark is None:
-            self._mark = self._clock.mark()
-            if self._holder is not None:
+            self._mark = self.clock.mark()
+            if self.holder is not None:
                 if self._is_counted:
                     raise TargetError(
                         "the script runs several backward passes on a batch, and an emulated "
                         "device's time for a batch is held in one",
                         hint="launch it on real devices, or train with hf.prepare",
                     )
-                self._holder.begin_pass(self.pass_samples)
+                self.holder.begin_pass(self.pass_samples)
                 self._is_held = True
         if not self.is_going_back:
             self.losses.enter()  # within the closure of an optimizer
-
-    def _compare_if_due(self) -> None:
-        is_due = self._watch.is_due(self._session.num_steps)
-        if self.place.distributed and self.watcher is None and is_due:
-            self.compare()
 
     @plainly
     def compare(self) -> None:
@@ -645,29 +628,29 @@ class Training:
         self._end_hold()
         if self.sharing is not None:
             self.sharing.end_pass([self.models[number] for number in self._reached])
-        self._clock.end_pass(
+        self.clock.end_pass(
             self._mark,
             num_samples=0 if self._is_counted else self.pass_samples,
             is_full=self._is_full(self.piece),
         )
         self._mark, self._is_counted = None, True
-        self._clock.computed()
-        self._clock.synchronised()
+        self.clock.computed()
+        self.clock.synchronised()
 
     def _begin_hold(self) -> None:
-        if self._holder is not None:
-            self._holder.begin_step()
+        if self.holder is not None:
+            self.holder.begin_step()
 
     def _end_hold(self) -> None:
         """Wait until the time of an emulated device's pass is over."""
-        if self._holder is not None and self._is_held:
+        if self.holder is not None and self._is_held:
             self._is_held = False
-            self._holder.end_pass()
+            self.holder.end_pass()
 
     def hold_sums(self, replica: DistributedDataParallel) -> None:
         """Let the last gradients of an emulated device's pass come when its time is over."""
         self._replicas.add(replica)
-        if self._holder is not None:
+        if self.holder is not None:
             replica.register_comm_hook(None, self._held_sum)
 
     def _held_sum(
@@ -996,10 +979,6 @@ class Training:
         rows: list[list[float]] = gathered(numbers, place=self.place).tolist()
         return rows
 
-    def are_all_true(self, own: bool) -> bool:
-        """Whether something is true on all workers."""
-        return all(row[0] for row in self.numbers_of_all([float(own)]))
-
     def exchanged(self, own: Any) -> list[Any]:
         """[workers] an object of each; for what is seldom exchanged."""
         self.answer()
@@ -1109,7 +1088,7 @@ class Training:
 
     def leave(self) -> NoReturn:
         """End this worker, which has saved what the script saves."""
-        self._clock.end_step()
+        self.clock.end_step()
         self.answer()
         self._is_finished = True
         leave(self._session)
@@ -1422,7 +1401,7 @@ def with_scalars(values: Mapping[str, Any], training: Training) -> dict[str, Any
     plan = start.plan or _plan_beside(os.environ.get(PLAN, ""))
     if isinstance(plan, Plan) and plan.kind == "split":
         found["hetflow/predicted_step_seconds"] = plan.predicted.step_seconds
-    measured = training.measured_step_seconds
+    measured = training.clock.timings(wait=False).step_seconds  # does not wait for the device
     if measured is not None:
         found["hetflow/measured_step_seconds"] = measured
     for worker in start.config.workers if start.config is not None else ():

@@ -578,7 +578,7 @@ class WorkerComparison:
             )
             fault = find_fault([Statement.of_json(json.loads(text)) for text in told], step)
             if fault is not None:
-                raise TargetError(fault.message, hint=fault.hint)
+                raise fault
             # Kinds of devices round differently, so the numbers in the steps' sums stay different.
             self._watch.settings_are_exact = False
         self._watch.agreed_step = step

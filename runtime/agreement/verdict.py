@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...schema.errors import TargetError
 from ..determinism import generator_of
 from ..nested_tensors import byte_view
 
@@ -222,15 +223,7 @@ class Statement:
         return cls(**{**plain, "shadows": shadows})
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """The reason why workers do not agree, and a hint how to fix it."""
-
-    message: str
-    hint: str
-
-
-def find_fault(workers: Sequence[Statement], step: int) -> Fault | None:
+def find_fault(workers: Sequence[Statement], step: int) -> TargetError | None:
     """Find the reason why workers do not agree.
 
     Args:
@@ -248,10 +241,11 @@ def find_fault(workers: Sequence[Statement], step: int) -> Fault | None:
     if frozen is not None:
         usual, others = _split(workers, lambda worker: frozen in worker.frozen)
         state = "frozen" if frozen in workers[others[0]].frozen else "trained"
-        return Fault(
+        return TargetError(
             f"{frozen} is {state} on {_named(others)} and not on {_named(usual)}: the "
             f"workers have diverged{since}",
-            "freeze and unfreeze on every worker at the same step; give job.register what decides",
+            hint="freeze and unfreeze on every worker at the same step; give job.register what "
+            "decides",
         )
     setting = differing([worker.settings for worker in workers], relative=0.0 if alike else _NEARLY)
     if setting is not None:
@@ -283,7 +277,7 @@ def _since(workers: Sequence[Statement], step: int) -> str:
 
 def _of_settings(
     workers: Sequence[Statement], setting: tuple[int, str], parted: list[str], since: str
-) -> Fault:
+) -> TargetError:
     group, name = setting
 
     def value_of(worker: Statement) -> Hashable:
@@ -299,15 +293,15 @@ def _of_settings(
         if parted
         else f"{first} and all of its group would diverge{since}"
     )
-    return Fault(
+    return TargetError(
         f"{what}: {name} of the optimizer's group {group} ({first}) is {values}, "
         f"{value_of(workers[usual[0]])} on {_named(usual)}",
-        "set it alike on every worker; give the scheduler, or whatever sets it, to "
+        hint="set it alike on every worker; give the scheduler, or whatever sets it, to "
         "job.register(...), so that a worker that joins gets its state",
     )
 
 
-def _of_parameters(workers: Sequence[Statement], parted: list[str], since: str) -> Fault:
+def _of_parameters(workers: Sequence[Statement], parted: list[str], since: str) -> TargetError:
     first = parted[0]
     usual, others = _split(workers, lambda worker: worker.numbers.get(first), holds=first)
     message = (
@@ -317,21 +311,21 @@ def _of_parameters(workers: Sequence[Statement], parted: list[str], since: str) 
     agreed = min(worker.agreed_step for worker in workers)
     late = [rank for rank in others if workers[rank].joined_step >= max(agreed, 1)]
     if late:
-        return Fault(
+        return TargetError(
             message,
-            f"{_named(late)} joined before step {workers[late[0]].joined_step + 1}: give "
+            hint=f"{_named(late)} joined before step {workers[late[0]].joined_step + 1}: give "
             "job.register(...) all that the script counts, schedules or keeps between steps",
         )
     if first in workers[others[0]].unheld:
-        return Fault(
+        return TargetError(
             message,
-            "no optimizer of hf.prepare holds it, so the script changes it by itself: do that "
+            hint="no optimizer of hf.prepare holds it, so the script changes it by itself: do that "
             "alike on every worker",
         )
-    return Fault(
+    return TargetError(
         message,
-        "look for code that depends on job.rank or job.is_main, or draws random numbers outside "
-        "job.batches; where there is none, the memory of that device may be faulty",
+        hint="look for code that depends on job.rank or job.is_main, or draws random numbers "
+        "outside job.batches; where there is none, the memory of that device may be faulty",
     )
 
 

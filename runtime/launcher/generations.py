@@ -374,7 +374,7 @@ class Generations(Supervisor):
         if self._phase == "breaking":  # who is held by the broken exchange: all may, and wait alike
             # Heartbeats come from a thread, so a worker that hangs in a broken exchange still
             # beats. While a generation is broken off the limit is on coming out of it.
-            limit, lines = self._launched.limits.progress_seconds, self._workers.lines()
+            limit, lines = self._launched.request.timeout_seconds, self._workers.lines()
             for name in self._losses.unheard(self._alive(), limit):
                 if name in lines and lines[name].is_waiting:
                     why = f"did not come out of a broken exchange for {limit:g} s and was killed"

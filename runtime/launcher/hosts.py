@@ -22,7 +22,7 @@ from ...schema.launch import LaunchConfig, Rendezvous, WorkerSlot
 from ...schema.options import option
 from ..protocol.environment import TOKEN, fingerprint_of
 from ..protocol.handover import STOPPED_EXIT_CODE
-from ..protocol.messages import Greeting, RankAnswer, Refused, answer_of, greeting_of, text_of
+from ..protocol.messages import Greeting, RankAnswer, Refused, answer_of, greeting_of
 from ..protocol.record import WorkerReport
 from .failures import Failure
 from .mapping import assigned_slots, deal_slots
@@ -178,9 +178,9 @@ class SeveralHosts:
             policy=self._request.policy,
             devices=place.devices if place.devices is not None else inventory(self._config),
         )
-        self._store.set(f"agent/{place.node_rank}", text_of(own))
+        self._store.set(f"agent/{place.node_rank}", to_json(own))
         if self.is_first:
-            self._store.set("slots", text_of(self._deal(watch)))
+            self._store.set("slots", to_json(self._deal(watch)))
         # Host 0 reads its own answer from the store like the others, so a refusal ends all in one
         # way.
         answer = answer_of(self._get("slots", "host 0's answer", watch))
@@ -206,7 +206,7 @@ class SeveralHosts:
                     f"{option('rdzv_endpoint')} names {place.host}, which has no address: "
                     f"{error.strerror}"
                 ) from None
-        wait = self._wait_of(f"host 0 of {place.num_nodes} at {self._endpoint}")
+        wait = _Wait(f"host 0 of {place.num_nodes} at {self._endpoint}", self._limit_seconds)
         is_over = threading.Event()
 
         def join() -> None:
@@ -242,9 +242,6 @@ class SeveralHosts:
     @property
     def _endpoint(self) -> str:
         return f"{self._place.host}:{self._place.port}"
-
-    def _wait_of(self, what: str) -> "_Wait":
-        return _Wait(what, self._limit_seconds)
 
     def _check_alone(self) -> None:
         """Refuse to be a second host of one rank."""
@@ -302,7 +299,7 @@ class SeveralHosts:
         return self._wait_for(self._store, key, what, watch)
 
     def _wait_for(self, store: StorePart, key: str, what: str, watch: Watch) -> bytes:
-        wait = self._wait_of(what)
+        wait = _Wait(what, self._limit_seconds)
         try:
             while not store.check([key]):
                 watch()

@@ -44,19 +44,11 @@ _PARTED_SECONDS = 3.0  # in which neither moves: an exchange that ends takes mil
 _HEARD_SECONDS = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class SilenceLimits:
-    """How long a worker may be silent, and how long others may wait for it, in seconds."""
-
-    heartbeat_seconds: float
-    progress_seconds: float
-
-
 class Watch:
     """Ends workers that hang; their failures say so."""
 
-    def __init__(self, workers: Workers, limits: SilenceLimits) -> None:
-        self._workers, self._limits = workers, limits
+    def __init__(self, workers: Workers, request: LaunchRequest) -> None:
+        self._workers, self._request = workers, request
         self._stopped_since: dict[str, float] = {}
 
     def look(self, names: Iterable[str]) -> None:
@@ -69,7 +61,7 @@ class Watch:
         lines = self._workers.lines()
         watched = {name: lines[name] for name in names if name in lines}
         now = time.monotonic()
-        found = dict(hung(watched, self._limits, now))
+        found = dict(_hung(watched, self._request, now))
         for name, line in watched.items():
             if line.is_finished:
                 why = self._stopped(name, now, "left")
@@ -86,23 +78,23 @@ class Watch:
         since = self._stopped_since.setdefault(name, now)
         if not self._workers.is_stopped(name):
             del self._stopped_since[name]
-        elif now - since > self._limits.heartbeat_seconds:
+        elif now - since > self._request.heartbeat_seconds:
             return f"was stopped for {now - since:.1f} s while it {doing}"
         return None
 
     def _stuck(self, name: str, line: WorkerLine, now: float) -> str | None:
         """The message about a worker that has not reached ``hf.prepare`` and makes no progress."""
-        # A worker that has never been heard counts from when it was started.
-        quiet = now - (line.began if line.heard_at is None else line.heard_at)
         if why := self._stopped(name, now, "started"):
             return why
-        if quiet > self._limits.progress_seconds:
+        # A worker that has never been heard counts from when it was started.
+        quiet = now - (line.began if line.heard_at is None else line.heard_at)
+        if quiet > self._request.timeout_seconds:
             return f"gave no sign of life for {quiet:.1f} s while it started"
         return None
 
 
-def hung(
-    lines: Mapping[str, WorkerLine], limits: SilenceLimits, now: float
+def _hung(
+    lines: Mapping[str, WorkerLine], request: LaunchRequest, now: float
 ) -> Iterator[tuple[str, str]]:
     """The workers that hang, each with what to say of it.
 
@@ -117,15 +109,15 @@ def hung(
         if line.heard_at is None or not line.is_prepared or line.is_finished:
             continue
         silent = now - line.heard_at
-        if silent > limits.heartbeat_seconds:
+        if silent > request.heartbeat_seconds:
             yield name, f"gave no sign of life for {silent:.1f} s"
-        elif others_wait and not line.is_waiting and now - line.moved_at > limits.progress_seconds:
-            yield name, f"got no further for {limits.progress_seconds:g} s"
+        elif others_wait and not line.is_waiting and now - line.moved_at > request.timeout_seconds:
+            yield name, f"got no further for {request.timeout_seconds:g} s"
 
 
 def parted(lines: Mapping[str, WorkerLine], now: float) -> tuple[str, str] | None:
     """A worker whose script has ended, and one that waits for it in its loop; None as a rule."""
-    # Recently heard and long unmoved: a worker that is silent as well is frozen, which ``hung``
+    # Recently heard and long unmoved: a worker that is silent as well is frozen, which ``_hung``
     # tells.
     still = {
         name: line
@@ -288,11 +280,6 @@ class Launched:
         """The plan at the start, lowered."""
         return self.request.config
 
-    @property
-    def limits(self) -> SilenceLimits:
-        """When a worker counts as hung."""
-        return SilenceLimits(self.request.heartbeat_seconds, self.request.timeout_seconds)
-
 
 @dataclass(slots=True, kw_only=True)
 class Change:
@@ -328,7 +315,7 @@ class Supervisor(ABC):
     def __init__(self, launched: Launched, hosts: Hosts) -> None:
         self._launched, self._workers, self._inbox = launched, launched.workers, launched.inbox
         self._starter, self._warn, self._store = launched.starter, launched.warn, hosts
-        self._watch, self._tries = Watch(launched.workers, launched.limits), Tries(hosts)
+        self._watch, self._tries = Watch(launched.workers, launched.request), Tries(hosts)
         self.config, self.number, self.restarted_at = launched.config, 0, 0
         # The highest number that was announced; ``number`` follows it once all workers have
         # changed.

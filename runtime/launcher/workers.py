@@ -551,8 +551,7 @@ class Workers:
     def _ask(self, number: int, names: Sequence[str], signals: Signals, seconds: float) -> bool:
         """Send these workers a signal, and wait until they are gone; False where some are not."""
         for name in names:
-            if self._processes[name].poll() is None:
-                self._processes[name].send_signal(number)
+            self.signal(name, number)
         return self._wait_for(names, signals, seconds)
 
     def _wait_for(self, names: Sequence[str], signals: Signals, seconds: float) -> bool:

@@ -8,7 +8,7 @@ of a mean, a contrast, a choice of hard samples, a mean over a mask.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +52,21 @@ class _Operator:
     touched: frozenset[int]  # those that share their memory
     drawn: tuple[Tensor, ...] | None  # its outputs, where it draws random numbers
 
+    @property
+    def packet(self) -> Any:
+        """Of all its overloads."""
+        return getattr(self.function, "overloadpacket", None)
+
+    @property
+    def inputs(self) -> "list[_Number]":
+        """Its positional tensors."""
+        return [value for value in self.arguments[0] if isinstance(value, _Number)]
+
+    @property
+    def factors(self) -> list[float]:
+        """Its plain numbers but 0."""
+        return [float(v) for v in self.arguments[0] if isinstance(v, int | float) and v]
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -84,21 +99,24 @@ class Slice:
         """Whether the name of an operator has this in it."""
         return any(name in str(operator.function) for operator in self.operators)
 
-    def _divisor(self) -> tuple[int | None, bool, bool]:
-        """(number of the divisor, whether it is a cross entropy's, whether it divides at last)."""
+    def _back_from(self, number: int | None, passing: Collection[Any]) -> Iterator[_Operator]:
+        """What made a tensor, and what made its first input, while these pass it on."""
         made = {n: operator for operator in self.operators for n in operator.outputs}
-        number: int | None = self.root
         while number in made:
             operator = made[number]
-            packet = getattr(operator.function, "overloadpacket", None)
-            inputs = [v for v in operator.arguments[0] if isinstance(v, _Number)]
-            if packet in _CROSS_ENTROPIES:
+            yield operator
+            is_passed = operator.packet in passing and operator.inputs
+            number = operator.inputs[0].number if is_passed else None
+
+    def _divisor(self) -> tuple[int | None, bool, bool]:
+        """(number of the divisor, whether it is a cross entropy's, whether it divides at last)."""
+        for operator in self._back_from(self.root, _PASSED):
+            if operator.packet in _CROSS_ENTROPIES:
                 return operator.outputs[1], True, True
-            if packet is torch.ops.aten.div and len(inputs) == 2:
-                return inputs[1].number, False, True
-            number = inputs[0].number if packet in _PASSED and inputs else None
+            if operator.packet is torch.ops.aten.div and len(operator.inputs) == 2:
+                return operator.inputs[1].number, False, True
         for operator in self.operators:
-            if getattr(operator.function, "overloadpacket", None) in _CROSS_ENTROPIES:
+            if operator.packet in _CROSS_ENTROPIES:
                 return operator.outputs[1], True, False
         return None, False, False
 
@@ -113,15 +131,11 @@ class Slice:
     @property
     def denominator(self) -> int | None:
         """The divisor before it was kept from being nothing."""
-        made = {n: operator for operator in self.operators for n in operator.outputs}
         number = self.divisor
-        while number in made:
-            operator = made[number]
-            inputs = [v for v in operator.arguments[0] if isinstance(v, _Number)]
-            packet = getattr(operator.function, "overloadpacket", None)
-            if packet not in _KEEPING or len(inputs) != 1:
+        for operator in self._back_from(number, _KEEPING):
+            if operator.packet not in _KEEPING or len(operator.inputs) != 1:
                 break
-            number = inputs[0].number
+            number = operator.inputs[0].number
         return number
 
     @property
@@ -143,28 +157,18 @@ class Slice:
     @property
     def whole_factors(self) -> list[float]:
         """The plain numbers by which the whole loss is multiplied at last."""
-        made = {n: operator for operator in self.operators for n in operator.outputs}
-        found, number = [], self.root if self.root in made else None
-        while number in made:
-            operator = made[number]
-            packet = getattr(operator.function, "overloadpacket", None)
-            inputs = [v for v in operator.arguments[0] if isinstance(v, _Number)]
-            values = [v for v in operator.arguments[0] if isinstance(v, int | float)]
-            if packet in _SCALED and len(inputs) == 1 and values and values[0]:
-                is_product = packet is torch.ops.aten.mul
-                found.append(float(values[0]) if is_product else 1 / values[0])
-            number = inputs[0].number if packet in _PASSED and inputs else None
+        found = []
+        for operator in self._back_from(self.root, _PASSED):
+            if operator.packet in _SCALED and len(operator.inputs) == 1 and operator.factors:
+                factor = operator.factors[0]
+                found.append(factor if operator.packet is torch.ops.aten.mul else 1 / factor)
         return found
 
     @property
     def factors(self) -> list[float]:
         """The plain numbers by which tensors are multiplied, or whose inverses divide them."""
-        found = []
-        for operator in self.operators:
-            if getattr(operator.function, "overloadpacket", None) in _SCALED:
-                values = [v for v in operator.arguments[0] if isinstance(v, int | float)]
-                found += [float(value) for value in values if value]
-        return found
+        scaled = (operator for operator in self.operators if operator.packet in _SCALED)
+        return [factor for operator in scaled for factor in operator.factors]
 
 
 def _has_memory(tensor: Tensor) -> bool:

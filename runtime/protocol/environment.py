@@ -107,7 +107,9 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         determinism=check_level(env.get(DETERMINISM) or "none"),
         checkpoint_folder=Path(env[CHECKPOINT]) if env.get(CHECKPOINT) else None,
         checkpoint_every=_integer(env, CHECKPOINT_EVERY, 0),
-        from_scratch=_is_from_scratch(env),
+        # A restart within a launch uses the launch's checkpoints.
+        from_scratch=env.get(FROM_SCRATCH) == "1"
+        and not _integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
     )
     if not has_plan:
         return start
@@ -247,11 +249,6 @@ def _stated_type(env: Mapping[str, str], config: LaunchConfig) -> str | None:
     known = {slot.device_type for slot in config.workers}
     role = env.get("ROLE_NAME")
     return role if role in known else None
-
-
-def _is_from_scratch(env: Mapping[str, str]) -> bool:
-    """Whether to start at step 0; a restart within a launch uses the launch's checkpoints."""
-    return env.get(FROM_SCRATCH) == "1" and not _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def _count(env: Mapping[str, str], name: str, default: int) -> int:

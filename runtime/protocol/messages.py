@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from ...schema.errors import LaunchError, ProblemError
-from ...schema.files import to_json, to_plain
+from ...schema.files import to_plain
 from ...schema.launch import LaunchConfig
 from ...schema.records import Index, Name, Seconds, adapter_of, faults_of, record
 
@@ -55,11 +55,6 @@ class Refused:
 
 
 _ANSWER = Annotated[RankAnswer | Refused, Field(discriminator="kind")]
-
-
-def text_of(told: Greeting | RankAnswer | Refused) -> str:
-    """Encode a greeting or an answer for the store."""
-    return to_json(told)
 
 
 def greeting_of(text: bytes, node: int) -> Greeting:

@@ -71,12 +71,15 @@ def _of_replicas(plan: Plan, devices: Sequence[DeviceRun]) -> Iterator[TermCompa
             continue
         worker = max(workers, key=_own_seconds)
         seconds = group.pass_seconds
+        node = None if worker.terms is None else worker.terms.virtual_node
         name = f"{group.virtual_nodes} virtual nodes of {group.virtual_node_batch_size}"
         yield TermComparison(
             term=name if group.virtual_nodes > 1 else name.replace("nodes", "node"),
             device_type=group.device_type,
             predicted_seconds=None if seconds is None else group.virtual_nodes * seconds,
-            measured_seconds=_nodes_seconds(worker, group.virtual_nodes),
+            measured_seconds=_own_seconds(worker)
+            if node is None
+            else group.virtual_nodes * node.seconds,
         )
         if slowest is None or _own_seconds(worker) > _own_seconds(slowest[0]):
             slowest = (worker, group.virtual_nodes)
@@ -91,11 +94,6 @@ def _own_seconds(device: DeviceRun) -> float:
         return 0.0
     # Medians of parts do not add up to the median of the whole, so this may come out negative.
     return max(0.0, terms.step.seconds - terms.sync.seconds - terms.update.seconds)
-
-
-def _nodes_seconds(device: DeviceRun, virtual_nodes: int) -> float:
-    node = None if device.terms is None else device.terms.virtual_node
-    return _own_seconds(device) if node is None else virtual_nodes * node.seconds
 
 
 def _of_step(

@@ -16,9 +16,9 @@ from hetflow.runtime.protocol.messages import (
     Refused,
     answer_of,
     greeting_of,
-    text_of,
 )
 from hetflow.schema.errors import LaunchError
+from hetflow.schema.files import to_json
 
 from ..launcher.test_dealing import config_of
 
@@ -34,13 +34,13 @@ def greeting(host: str, **other: Any) -> Greeting:
 
 def test_greetings_and_answers_come_as_they_were_sent() -> None:
     own = greeting("a")
-    assert greeting_of(text_of(own).encode(), 1) == own
+    assert greeting_of(to_json(own).encode(), 1) == own
     for answer in (RankAnswer(slots=((0, 2), (1,)), hosts=("a", "b")), Refused(error="no\nway")):
-        assert answer_of(text_of(answer).encode()) == answer
+        assert answer_of(to_json(answer).encode()) == answer
 
 
 def test_a_host_of_another_version_is_named() -> None:
-    older = json.loads(text_of(greeting("b")))
+    older = json.loads(to_json(greeting("b")))
     del older["hetflow"]
     with pytest.raises(LaunchError) as refused:
         greeting_of(json.dumps(older).encode(), 1)
