@@ -203,11 +203,16 @@ def _reason_to_stop(
 
 
 def _is_flat(results: Sequence[SizeResult]) -> bool:
-    if len(results) <= _FLAT_SIZES or results[-1].timing.median_seconds < _FLAT_FLOOR_SECONDS:
-        return False
     found = [result.batch_size / result.timing.median_seconds for result in results]
     # Of a few passes each: the highest of several noisy rates would always seem to have grown.
     rates = [
         statistics.median_low(found[max(0, place - 1) : place + 2]) for place in range(len(found))
     ]
+    return are_flat(rates, results[-1].timing.median_seconds)
+
+
+def are_flat(rates: Sequence[float], last_seconds: float) -> bool:
+    """Whether samples per second have not grown over the last sizes, of which a pass takes long."""
+    if len(rates) <= _FLAT_SIZES or last_seconds < _FLAT_FLOOR_SECONDS:
+        return False
     return max(rates[-_FLAT_SIZES:]) < _FLAT_GAIN * max(rates[:-_FLAT_SIZES])

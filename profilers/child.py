@@ -24,6 +24,7 @@ from ..devices.collectives import HOST_COLLECTIVE
 from ..runtime.activations import treated
 from ..runtime.emulation import PassHolder
 from ..runtime.measurements import reference_seconds
+from ..runtime.preload.process import dying_with
 from ..runtime.setup import keep_freed_memory
 from ..schema.errors import HetflowError
 from ..schema.options import Activations, option
@@ -59,9 +60,6 @@ def warm_up(bench: Bench, batch_size: int) -> None:
             dist.destroy_process_group()
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def main() -> None:
     """Serve requests until the input ends."""
     die_with_parent()
@@ -89,7 +87,7 @@ def die_with_parent() -> None:
     Ctrl-C reaches the whole group of processes; the parent handles it and ends us.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    dying_with(os.getppid())()
 
 
 def _private_channels() -> tuple[TextIO, TextIO]:

@@ -15,10 +15,11 @@ from ..planning.costs.device_table import DeviceSpec, spec_of
 from ..planning.costs.estimate import RESERVE_BYTES, Estimator, carried_profile, estimated_profile
 from ..schema.errors import HetflowError, ProblemError, TargetError
 from ..schema.layers import ModelCounts, PassCounts
+from ..schema.optimizer import NAMES
 from ..schema.options import Activations, Precision, option
 from ..schema.profile import Profile
 from ..schema.records import adapter_of
-from .batch_curve import growing_sizes
+from .batch_curve import are_flat, growing_sizes
 from .process import Child, ChildDied
 from .profile import DEFAULT_OPTIMIZER
 from .targets import Target
@@ -26,9 +27,6 @@ from .targets import Target
 PREFIX = "spec:"
 _ANSWER_SECONDS = 1200.0
 _LARGEST = 1 << 16
-_FLAT_SIZES = 6  # three octaves of batch size without gain
-_FLAT_GAIN = 1.05
-_FLAT_FLOOR_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +97,12 @@ def estimate_target(
     source = None
     if options.carried is not None:
         source = Estimator(spec=_measured_spec(options.carried), precision=options.precision)
+        kept = options.carried.optimizer
         options = replace(
             options,
             sizes=tuple(point.batch_size for point in options.carried.batch_curve),
             layers_at=tuple(table.microbatch_size for table in options.carried.layer_tables),
-            optimizer=_optimizer_of(options.carried) or options.optimizer,
+            optimizer=kept.name if kept is not None and kept.name in NAMES else options.optimizer,
         )
     counts = _counts(target, specs, options)
     how = {
@@ -137,14 +136,6 @@ def _measured_spec(measured: Profile) -> DeviceSpec:
         hint=f"leave {option('from_profile')} out: the devices are then estimated from "
         "their data sheets",
     )
-
-
-def _optimizer_of(measured: Profile) -> str | None:
-    """Its name, where it is one that flags may give."""
-    from ..schema.optimizer import NAMES
-
-    kept = measured.optimizer
-    return kept.name if kept is not None and kept.name in NAMES else None
 
 
 def _counts(target: Target, specs: Sequence[DeviceSpec], options: EstimateOptions) -> ModelCounts:
@@ -229,7 +220,5 @@ def _has_ended(standing_bytes: int, passes: Sequence[PassCounts], estimator: Est
     needed = standing_bytes + last.peak_bytes + last.batch_bytes + RESERVE_BYTES
     if needed > estimator.spec.memory_bytes:
         return True
-    if len(passes) <= _FLAT_SIZES or estimator.pass_seconds(last) < _FLAT_FLOOR_SECONDS:
-        return False
     rates = [found.batch_size / estimator.pass_seconds(found) for found in passes]
-    return max(rates[-_FLAT_SIZES:]) < _FLAT_GAIN * max(rates[:-_FLAT_SIZES])
+    return are_flat(rates, estimator.pass_seconds(last))

@@ -69,10 +69,6 @@ class FoundLayers:
 def find_layers(bench: Bench, microbatch_size: int) -> FoundLayers:
     """Try the ways in turn.
 
-    Args:
-        bench: The workload on its device.
-        microbatch_size: Samples of the batch to trace with.
-
     Raises:
         TargetError: The workload's loss does not call the model, or hetflow cannot train it.
     """
@@ -175,7 +171,8 @@ def _check_answer(bench: Bench, layered: "LayeredModel", call: Call) -> None:
     _compare(bench, layered, part, call, "")
     # Sizes that the trace has not seen: it may have taken the batch's size for a constant. One
     # sample apart, as code often branches on it.
-    for size in (_samples_in(call) + 1, 1):
+    seen = max((len(t) for t in tensors_in(call.arguments) if t.dim()), default=1)
+    for size in (seen + 1, 1):
         try:
             other = call_of(bench, bench.make_batch(size))
         except Exception as error:
@@ -186,31 +183,19 @@ def _check_answer(bench: Bench, layered: "LayeredModel", call: Call) -> None:
         _compare(bench, layered, part, other, f" for a batch of {size}")
 
 
-def _samples_in(call: Call) -> int:
-    return max((len(t) for t in tensors_in(call.arguments) if t.dim()), default=1)
-
-
 def _compare(bench: Bench, layered: "LayeredModel", part: Any, call: Call, where: str) -> None:
     try:
         layered.check_call(call.arguments)
     except TargetError as error:
         raise TargetError(f"the trace does not hold{where}: {error.message}") from error
     given = [call.arguments[name] for name in part.arguments]
-    own = _outcome(bench, bench.model, call.positional, call.named)
-    traced = _outcome(bench, part, given, {})
-    if not _alike(own.answers, traced.answers):
+    own_answers, own_norms = _outcome(bench, bench.model, call.positional, call.named)
+    answers, norms = _outcome(bench, part, given, {})
+    if not _alike(own_answers, answers):
         raise TargetError(f"the traced model gives another answer than the model{where}")
-    if not _alike(own.gradients, traced.gradients):
+    if not _alike(own_norms, norms):
         # torch.fx does not see `with torch.no_grad()`.
         raise TargetError(f"the traced model gives other gradients than the model{where}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What a pass gives."""
-
-    answers: list[Any]
-    gradients: list[Any]  # the norm of each parameter's; -1 for none
 
 
 def _alike(own: list[Any], traced: list[Any]) -> bool:
@@ -227,7 +212,10 @@ def _alike(own: list[Any], traced: list[Any]) -> bool:
     )
 
 
-def _outcome(bench: Bench, module: Any, positional: Any, named: dict[str, Any]) -> _Outcome:
+def _outcome(
+    bench: Bench, module: Any, positional: Any, named: dict[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    """What a pass answers, and the norm of each parameter's gradient; -1 for none."""
     import torch
 
     parameters = [p for p in bench.model.parameters() if p.requires_grad]
@@ -245,7 +233,7 @@ def _outcome(bench: Bench, module: Any, positional: Any, named: dict[str, Any]) 
         # Whatever traced code raises where the model's own would not.
         raise TargetError(one_line(error)) from error
     norms = [torch.tensor(-1.0) if g is None else g.detach().norm().cpu() for g in found]
-    return _Outcome([answer.detach() for answer in answers], norms)
+    return [answer.detach() for answer in answers], norms
 
 
 # Layers of a model that cannot be traced: calls of its modules, seen by hooks in one pass.
@@ -544,15 +532,9 @@ def _calibrate(rows: list[Row], whole: tuple[float, float]) -> dict[str, float]:
         total = sum(row[key] for row in rows)
         ratios[f"whole_{key}"] = seconds
         ratios[f"isolated_over_whole_{name}"] = total / seconds if seconds else 0.0
+        factor = seconds / total if total else 1.0
         for row in rows:
-            row[key] *= seconds / total if total else 1.0
-        if name == "forward":
-            _scale_cores(rows, seconds / total if total else 1.0)
+            row[key] *= factor
+            if name == "forward" and "core" in row:
+                row["core"][key] *= factor
     return ratios
-
-
-def _scale_cores(rows: list[Row], factor: float) -> None:
-    """Scale the forward passes of attention cores, in place."""
-    for row in rows:
-        if "core" in row:
-            row["core"]["forward_seconds"] *= factor

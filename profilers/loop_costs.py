@@ -465,17 +465,13 @@ def measured_and_carried(
 ) -> Carried:
     """Rehearse the chosen sizes, more where their ratio is uneven, and carry the rest.
 
-    Args:
-        own: [sizes] what each takes by itself.
-        chosen: The sizes to rehearse first, ascending.
-        rehearse: Measures some sizes.
-
     Raises:
         Whatever ``rehearse`` does.
     """
     costs = rehearse(chosen)
     sizes = sorted(own)
-    more = _around(_off(_ratios(own, costs), own, costs), _sizes(costs), sizes)
+    rehearsed = [point.batch_size for point in costs.points]
+    more = _around(_off(_ratios(own, costs), own, costs), rehearsed, sizes)
     more += _doubtful(costs, sizes)
     if more:
         costs = _joined(costs, rehearse(sorted({*more})))
@@ -496,10 +492,6 @@ def measured_and_carried(
     )
     carried = tuple(point.batch_size for point in points if point.batch_size not in known)
     return Carried(costs=replace(costs, points=points), sizes=carried, error=error)
-
-
-def _sizes(costs: LoopCosts) -> list[int]:
-    return [point.batch_size for point in costs.points]
 
 
 def _joined(costs: LoopCosts, more: LoopCosts) -> LoopCosts:

@@ -630,7 +630,8 @@ def _counted(
             group["foreach"] = True  # torch's default on GPUs
     with tallied() as update:
         bench.optimizer.step()
-    state = sum(map(_state_bytes, bench.optimizer.state.values()))
+    # Single numbers, such as Adam's step, do not count.
+    state = sum(_bytes(t) for t in _tensors(list(bench.optimizer.state.values())) if t.dim())
     grads = [p.grad for p in bench.model.parameters() if p.grad is not None]
     standing = sum(map(_bytes, [*bench.model.parameters(), *bench.model.buffers(), *grads])) + state
     passes, others = passes_of(), dict[Activations, tuple[PassCounts, ...]]()
@@ -684,11 +685,6 @@ def _in_role(row: LayerCounts, role: TensorRole) -> LayerCounts:
     """A layer whose weights are split but for those that its role leaves whole."""
     whole = {"column": 0, "vocabulary": 0, "row": row.whole_weight_bytes}
     return replace(row, role=role, whole_weight_bytes=whole.get(role, row.weight_bytes))
-
-
-def _state_bytes(state: Any) -> int:
-    """Of the tensors in one parameter's state; single numbers, such as Adam's step, apart."""
-    return sum(_bytes(tensor) for tensor in _tensors(state) if tensor.dim())
 
 
 def _pass(bench: Bench, size: int) -> PassCounts:

@@ -212,23 +212,15 @@ class Child:
 # Have measuring processes load a workload: a factory's, or a script that runs up to its loop.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """What is loaded.
-
-    Attributes:
-        target: The workload.
-        device_type: The type of the devices that train it.
-        memory_bytes: A device's memory; enforced on a host's own.
-        optimizer: The optimizer where the workload brings none.
-        num_threads: Of its arithmetic on the host.
-    """
+    """What is loaded, and for which devices; a host's own memory is held to ``memory_bytes``."""
 
     target: Target
-    device_type: str
     memory_bytes: int
-    optimizer: str
-    num_threads: int
+    optimizer: str  # where the workload brings none
+    device_type: str = DEVICE_TYPE
+    num_threads: int = 1  # of its arithmetic on the host
 
     def ask_alone(self, child: Child, device: str) -> None:
         """Have a process train by itself; its answer are facts about the workload."""
@@ -273,40 +265,26 @@ class Measurer:
     """Measures one workload on one device. A context manager.
 
     Args:
-        target: What to measure.
+        loading: What to measure.
         device: A torch device.
-        device_type: Its type.
-        memory_bytes: The device's memory; enforced on a host's own.
-        optimizer: The optimizer where the workload brings none.
-        num_threads: Of its arithmetic on the host.
         environment: What the measuring process is started with beside ours.
         answer_seconds: How long one batch size may take in all.
     """
 
     def __init__(
         self,
-        target: Target,
+        loading: Loading,
         *,
         device: str,
-        device_type: str = DEVICE_TYPE,
-        memory_bytes: int,
-        optimizer: str,
-        num_threads: int = 1,
         environment: Mapping[str, str] | None = None,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self.facts: dict[str, Any] = {}
         self.death: str | None = None
         self.no_loading: str | None = None
-        self._loading = Loading(
-            target,
-            device_type=device_type,
-            memory_bytes=memory_bytes,
-            optimizer=optimizer,
-            num_threads=num_threads,
-        )
+        self._loading = loading
         self._device = device
-        self._num_threads, self._environment = num_threads, dict(environment or {})
+        self._environment = dict(environment or {})
         self._answer_seconds = answer_seconds
         self._child: Child | None = None
         self._measured_any = False
@@ -429,7 +407,7 @@ class Measurer:
         """Ask the process, which is started where there is none; explain its death."""
         try:
             if self._child is None:
-                self._child = Child(self._environment, num_threads=self._num_threads)
+                self._child = Child(self._environment, num_threads=self._loading.num_threads)
                 self._loading.ask_alone(self._child, self._device)
                 self.facts = self._child.receive(self._answer_seconds)
             return ask(self._child)

@@ -39,7 +39,7 @@ from .loop_costs import (
     measured_and_carried,
 )
 from .pipeline_costs import measure_pipeline
-from .process import Measurer, as_provenance, started_like_workers, stretched, verify
+from .process import Loading, Measurer, as_provenance, started_like_workers, stretched, verify
 from .targets import Target
 
 LAYER_REPEATS = 7
@@ -192,15 +192,14 @@ def _measured_device(request: DeviceRequest) -> tuple[str, str]:
 
 def _measurer(target: Target, request: DeviceRequest, options: ProfileOptions) -> Measurer:
     pin = pinned(request.local, request.torch_device)
-    return Measurer(
-        target,
-        device=pin.device,
+    loading = Loading(
+        target=target,
         device_type=request.local.device_type,
-        environment=pin.environment,
         memory_bytes=request.local.memory_bytes,
         optimizer=options.optimizer or DEFAULT_OPTIMIZER,
         num_threads=request.local.num_threads,
     )
+    return Measurer(loading, device=pin.device, environment=pin.environment)
 
 
 def _measure(
@@ -541,13 +540,9 @@ def _profile(
     return replace(profile, provenance={**provenance, "pipeline": told})
 
 
-def _threads(request: DeviceRequest) -> str:
-    number = request.local.num_threads
-    return ", one thread" if number == 1 else f", {number} threads"
-
-
 def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) -> dict[str, Any]:
-    on_host = request.local.is_host
+    on_host, threads = request.local.is_host, request.local.num_threads
+    threads_text = ", one thread" if threads == 1 else f", {threads} threads"
     timings = [point.timing for point in base.costs.points]
     return {
         "command": options.command,
@@ -559,7 +554,7 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
         "driver": request.local.driver,
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "measured_in_seconds": base.seconds,
-        "clock": "wall, in the loop that trains" + (_threads(request) if on_host else ""),
+        "clock": "wall, in the loop that trains" + (threads_text if on_host else ""),
         "peak_memory": (
             "resident memory of the whole process"
             + ("" if base.facts["peak_memory_reset"] else ", highest so far")

@@ -30,21 +30,14 @@ class GroupPeak:
 
 
 class Crew:
-    """A worker for each device. A context manager; its processes start when first needed.
-
-    Args:
-        target: What they train.
-        request: The device type; workers on a CPU have one thread each.
-        num_workers: How many.
-        optimizer: The optimizer where the workload brings none.
-    """
+    """A worker for each device. A context manager; its processes start when first needed."""
 
     def __init__(
         self, target: Target, request: DeviceRequest, num_workers: int, optimizer: str
     ) -> None:
         self._request, self.num_workers = request, num_workers
         self._loading = Loading(
-            target,
+            target=target,
             device_type=request.local.device_type,
             memory_bytes=request.local.memory_bytes,
             optimizer=optimizer,

@@ -27,9 +27,11 @@ class RepeatPolicy:
         """Whether these samples are, after so many seconds of wall time."""
         if len(samples) >= self.max_repeats:
             return True
-        return len(samples) >= self.min_repeats and (
-            seconds >= self.budget_seconds or _tight(samples, self.tolerance)
-        )
+        if len(samples) < self.min_repeats:
+            return False
+        interval, most = median_interval(samples), self.tolerance * statistics.median(samples)
+        is_narrow = interval is not None and interval[1] - interval[0] <= most
+        return is_narrow or seconds >= self.budget_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +101,6 @@ def repeat(
     while not policy.is_enough(samples, clock() - start):
         samples.append(measure())
     return samples
-
-
-def _tight(samples: Sequence[float], tolerance: float) -> bool:
-    interval = median_interval(samples)
-    return interval is not None and interval[1] - interval[0] <= tolerance * statistics.median(
-        samples
-    )
 
 
 def _interquartile_range(samples: Sequence[float]) -> float:

@@ -130,12 +130,6 @@ def share_of(
 ) -> float:
     """What a share's loss [] counts in the batch's; call it on all workers.
 
-    Args:
-        loss: [] of the share.
-        divisor: [] what it is divided by.
-        counts: Whether the share's samples count.
-        sum_of: Gives the sum of a tensor over all workers.
-
     Returns:
         The divisor over that of the batch; no number where that is nothing.
 
@@ -248,12 +242,6 @@ class _Told:
     faults, a checksum of shapes, ``given`` and ``own`` (``_Counted``), and the loss of the share.
     Where something is compiled, -1 stands for the checksum.
 
-    Args:
-        loss: [] of this share.
-        known: What it is known by, and the checksum of shapes.
-        counted: What counts in it.
-        training: This worker's training.
-
     Attributes:
         share: What this share counts in the batch's loss.
     """
@@ -310,9 +298,6 @@ class _Recording(Recording):  # type: ignore[no-untyped-call]
 
 class Losses:
     """The losses of a script, and what the share of each counts.
-
-    Args:
-        training: This worker's training.
 
     Attributes:
         is_untried: Whether a loss is to be tried, and none was.
@@ -590,12 +575,7 @@ class Losses:
 
 
 class _Trial:
-    """Runs the operators of a loss on other samples of its batch.
-
-    Args:
-        training: This worker's training.
-        recorded: The operators.
-    """
+    """Runs the operators of a loss on other samples of its batch."""
 
     def __init__(self, training: WeighedTraining, recorded: Slice) -> None:
         self._training, self._recorded = training, recorded

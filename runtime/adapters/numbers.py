@@ -212,10 +212,6 @@ class ScriptStep:
         """Try the function on this worker's samples in batches 1, 2, 4, 8 and so on.
 
         A threshold, a mask or a term may come later. Call it on all workers.
-
-        Args:
-            call: Calls the function on some samples.
-            batch: This worker's part of the batch.
         """
         self._num_batches += 1
         self._is_due = self._is_due or self._num_batches.bit_count() == 1
@@ -307,11 +303,6 @@ class ScriptStep:
 
     def weights(self, call: Call, batch: Any, parts: Sequence[CountedPart]) -> list[float]:
         """[parts] what the loss of each counts in the plain mean of workers; call it on all.
-
-        Args:
-            call: Calls the function on some samples.
-            batch: This worker's part of the batch.
-            parts: This worker's virtual nodes.
 
         Raises:
             TargetError: The batch's loss is not made of its parts' losses.

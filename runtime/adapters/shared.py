@@ -47,11 +47,6 @@ class SharingTraining(Protocol):
 class SharedModel:
     """One wrapped model whose states the workers share.
 
-    Args:
-        training: This worker's training.
-        module: The script's model, whole.
-        sharing: All that is shared.
-
     Attributes:
         states: This worker's share; None before the first pass of training.
         is_whole: Whether all weights are here, until the next step begins.

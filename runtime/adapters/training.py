@@ -68,10 +68,6 @@ _MANY = 1_000_000  # batches: no scheduler or loop ends
 class Sized:
     """A batch sampler that gives the samples of another one in batches of other sizes.
 
-    Args:
-        batches: The script's batch sampler.
-        few_samples: Samples of a batch before the script trains on it.
-
     Attributes:
         batch_sampler: The script's batch sampler.
         num_samples: Samples of the next batch.
@@ -182,9 +178,6 @@ class Training:
     A step: the script takes a batch (``take``), runs passes on it (``begin_pass`` to ``end_pass``),
     and updates. A library that takes batches ahead names each again when it trains on it
     (``begin_batch``), and may cut it into one pass for each virtual node (``part``).
-
-    Args:
-        start: What the environment says.
 
     Attributes:
         place: This worker among the others.
@@ -671,11 +664,7 @@ class Training:
 
     @contextmanager
     def running(self, *, trains: bool) -> Iterator[None]:
-        """A context for a call of a model that DistributedDataParallel synchronises.
-
-        Args:
-            trains: Whether the model is in training mode.
-        """
+        """A context for a call of a model that DistributedDataParallel synchronises."""
         self.run(trains)
         try:
             yield
@@ -781,9 +770,6 @@ class Training:
         """A context for a backward pass, which begins with its share of the batch's loss.
 
         The script's hooks on parameters are called at its end, with the whole batch's gradient.
-
-        Args:
-            scaler: Who has scaled the loss.
 
         Raises:
             TargetError: A hook changes a gradient that is of several batches, or of a share.
@@ -1386,10 +1372,6 @@ def warn_of_workers() -> None:
 
 def with_scalars(values: Mapping[str, Any], training: Training) -> dict[str, Any]:
     """Values that a script logs, with hetflow's beside them.
-
-    Args:
-        values: By name, what the script logs.
-        training: This worker's training.
 
     Returns:
         The values, and ``hetflow/predicted_step_seconds``, ``hetflow/measured_step_seconds`` (the

@@ -333,10 +333,6 @@ class LossForm:
     def check(self, loss: Tensor, inputs: Any) -> None:
         """Refuse a mean over a mask, or over targets, that was full in the trial and is not now.
 
-        Args:
-            loss: [] of a part.
-            inputs: The part.
-
         Raises:
             TargetError: What divides the loss no longer follows from the samples or labels.
         """

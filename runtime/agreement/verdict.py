@@ -226,10 +226,6 @@ class Statement:
 def find_fault(workers: Sequence[Statement], step: int) -> TargetError | None:
     """Find the reason why workers do not agree.
 
-    Args:
-        workers: [workers] each one's statement, by rank.
-        step: Number of steps that are done.
-
     Returns:
         The reason; None where values differ by rounding only, between kinds of devices.
     """

@@ -130,13 +130,6 @@ CONFIRMATION_SECONDS = 2.0
 class Member:
     """The runner of a worker whose controller can change the workers; see ``Runner``.
 
-    Args:
-        session: The state that the parts of the job share.
-        engine: Runs the steps.
-        epochs: The script's loaders and its open epoch.
-        progress: The script's position.
-        control: The control channel to the controller.
-
     Attributes:
         mirror: Every virtual node's buffers, as of the last step that was agreed on.
     """

@@ -61,17 +61,17 @@ class Draws:
     @contextmanager
     def replaced(self) -> Iterator[None]:
         """Let draws in the body come from here; calls of the function are in it, each in ``of``."""
+        made: list[tuple[Any, str, Any]] = [
+            (random, "shuffle", _in_place),
+            (random, "sample", lambda drawn, k, **_: list(drawn)[:k]),
+            (np.random, "shuffle", _in_place),
+            (np.random, "permutation", _in_order),
+        ]
+        made += [(random, name, _constant(getattr(random, name))) for name in _OF_PYTHON]
+        made += [(np.random, name, self._numpy(getattr(np.random, name))) for name in _OF_NUMPY]
         with ExitStack() as stack:
-            for name in _OF_PYTHON:
-                stack.enter_context(_replaced(random, name, _constant))
-            stack.enter_context(mock.patch.object(random, "shuffle", _in_place))
-            stack.enter_context(
-                mock.patch.object(random, "sample", lambda drawn, k, **_: list(drawn)[:k])
-            )
-            for name in _OF_NUMPY:
-                stack.enter_context(_replaced(np.random, name, self._numpy))
-            stack.enter_context(mock.patch.object(np.random, "shuffle", _in_place))
-            stack.enter_context(mock.patch.object(np.random, "permutation", _in_order))
+            for replaced in made:
+                stack.enter_context(mock.patch.object(*replaced))
             yield
 
     @contextmanager
@@ -192,12 +192,6 @@ def eagerly() -> Any:
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
-
-
-@contextmanager
-def _replaced(module: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    with mock.patch.object(module, name, by(getattr(module, name))):
-        yield
 
 
 def _constant(original: Callable[..., Any]) -> Callable[..., Any]:

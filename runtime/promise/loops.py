@@ -88,11 +88,6 @@ class LoopLosses:
     def check(self, loss: Tensor, sizes: tuple[int, int], *, has_weight: bool) -> None:
         """Check the loss of a part before its backward pass.
 
-        Args:
-            loss: What the script computed.
-            sizes: Samples of the part, and of the global batch.
-            has_weight: Whether the script gave its weight.
-
         Raises:
             TargetError: It is a sum over samples, a mean in which samples count unlike, or depends
                 on several samples.

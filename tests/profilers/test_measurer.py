@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from hetflow.profilers.batch_curve import CurveLimits, measure_curve
-from hetflow.profilers.process import Child, Measurer, started_like_workers, stretched, verify
+from hetflow.profilers.process import (
+    Child,
+    Loading,
+    Measurer,
+    started_like_workers,
+    stretched,
+    verify,
+)
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.schema.errors import TargetError
@@ -107,9 +114,8 @@ def file(tmp_path: Path) -> Path:
 
 def measurer(file: Path, factory: str, memory: int = 2 << 30, seconds: float = 60.0) -> Measurer:
     target = parse(f"{file}:{factory}")
-    return Measurer(
-        target, device="cpu", memory_bytes=memory, optimizer="sgd", answer_seconds=seconds
-    )
+    loading = Loading(target=target, memory_bytes=memory, optimizer="sgd")
+    return Measurer(loading, device="cpu", answer_seconds=seconds)
 
 
 @pytest.mark.slow
@@ -236,7 +242,8 @@ def test_the_base_is_what_a_process_holds_without_its_model(tmp_path: Path) -> N
         " lambda model, x: model(x).sum()\n"
     )
     target = parse(f"{tmp_path / 'model.py'}:large")
-    with Measurer(target, device="cpu", memory_bytes=8 << 30, optimizer="adam") as measurer:
+    loading = Loading(target=target, memory_bytes=8 << 30, optimizer="adam")
+    with Measurer(loading, device="cpu") as measurer:
         peak = measurer.measure(1, POLICY)
         base = measurer.base_memory(1)
         assert peak is not None

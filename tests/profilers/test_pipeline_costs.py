@@ -21,7 +21,7 @@ from hetflow.profilers.pipeline_costs import (
     trials_of,
     with_passes,
 )
-from hetflow.profilers.process import Measurer
+from hetflow.profilers.process import Loading, Measurer
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.runtime.measurements import StagePass, StepTimes
@@ -348,7 +348,8 @@ def test_real_pipelines_are_rehearsed() -> None:
     cpu = cpu_device()
     request = DeviceRequest(device_type="cpu", local=cpu, torch_device="cpu")
     target = parse("zoo:mlp")
-    with Measurer(target, device="cpu", memory_bytes=cpu.memory_bytes, optimizer="sgd") as measurer:
+    loading = Loading(target=target, memory_bytes=cpu.memory_bytes, optimizer="sgd")
+    with Measurer(loading, device="cpu") as measurer:
         measurer.measure(4, RepeatPolicy(max_repeats=1, min_repeats=1))
         measured = graph_of(measurer.measure_layers(4, 3), 1.0)
     before = profile(dataclasses.replace(profiled(0.004), graph=measured))
