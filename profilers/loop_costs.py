@@ -463,11 +463,7 @@ def measured_and_carried(
     chosen: Sequence[int],
     rehearse: Callable[[Sequence[int]], LoopCosts],
 ) -> Carried:
-    """Rehearse the chosen sizes, more where their ratio is uneven, and carry the rest.
-
-    Raises:
-        Whatever ``rehearse`` does.
-    """
+    """Rehearse the chosen sizes, more where their ratio is uneven, and carry the rest."""
     costs = rehearse(chosen)
     sizes = sorted(own)
     rehearsed = [point.batch_size for point in costs.points]

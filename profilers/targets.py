@@ -310,12 +310,12 @@ def load(target: Target) -> Workload:
             the target needs is not installed.
         MemoryError: Passed through, so that the caller can tell a model that does not fit.
     """
+    made: object
     if target.source == "file":
-        return as_workload(_call_from_file(target), target.text)
-
-    if target.source == "zoo":
-        return as_workload(zoo.factory_of(target.location)(), target.text)
-    if target.source == "hf":
+        made = _call_from_file(target)
+    elif target.source == "zoo":
+        made = zoo.factory_of(target.location)()
+    elif target.source == "hf":
         made = from_config(target.location, target.length)
     else:
         made = from_torchvision(target.location)
