@@ -87,8 +87,9 @@ def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> Launc
     _check_numbers(plan.num_devices, plan.num_microbatches)
     ranks_of_stages = _ranks_of_stages(plan)
     work = _work_of(plan, ranks_of_stages) if plan.layers else None
-    workers = zip(_devices_of(plan, ranks_of_stages), _nodes_of(plan, work), strict=True)
-    groups = _groups_of(plan, ranks_of_stages)
+    places = _places_of(plan, ranks_of_stages)
+    workers = zip(_devices_of(plan, places), _nodes_of(plan, work), strict=True)
+    groups = [[group for group, _ in places[rank]] for rank in range(len(places))]
     return LaunchConfig(
         model=plan.model,
         global_batch_size=plan.global_batch_size,
@@ -287,16 +288,17 @@ def _states_devices(plan: Plan) -> bool:
     return all(g.first_device is not None for stage in plan.stages for g in stage.replicas)
 
 
-def _groups_of(
-    plan: Plan, ranks_of_stages: Sequence[tuple[int, ...]]
-) -> dict[int, list[ReplicaGroup]]:
-    """Rank -> of each stage on it, the replicas that it is one of."""
-    found: dict[int, list[ReplicaGroup]] = {}
+_Places = dict[int, list[tuple[ReplicaGroup, int]]]
+"""Rank -> of each stage on it, the replicas that it is one of, and the index of its device."""
+
+
+def _places_of(plan: Plan, ranks_of_stages: Sequence[tuple[int, ...]]) -> _Places:
+    found: _Places = {}
     for stage, ranks in zip(plan.stages, ranks_of_stages, strict=True):
-        held = [group for group in stage.replicas for _ in range(group.num_devices)]
+        held = [(group, one) for group in stage.replicas for one in group.held]
         # A stage of both directions has one replica, and a rank in each.
-        for rank, group in zip(ranks, held * (len(ranks) // len(held)), strict=True):
-            found.setdefault(rank, []).append(group)
+        for rank, place in zip(ranks, held * (len(ranks) // len(held)), strict=True):
+            found.setdefault(rank, []).append(place)
     return found
 
 
@@ -306,18 +308,12 @@ def _share_of(groups: Sequence[ReplicaGroup]) -> int | None:
     return None if None in stated else sum(share or 0 for share in stated)
 
 
-def _devices_of(
-    plan: Plan, ranks_of_stages: Sequence[tuple[int, ...]]
-) -> list[tuple[str, int | None]]:
+def _devices_of(plan: Plan, places: _Places) -> list[tuple[str, int | None]]:
     """[ranks] the device type of each, and its index among the devices of that type."""
-    found: dict[int, tuple[str, int | None]] = {}
     # None where the launch chooses: for a model that is not cut, and for both directions.
     is_free = not plan.layers or plan.traits.placement == "both-ways"
-    for stage, ranks in zip(plan.stages, ranks_of_stages, strict=True):
-        held = [(g.device_type, None if is_free else one) for g in stage.replicas for one in g.held]
-        # A stage of both directions has one replica, and a rank in each.
-        found.update(zip(ranks, held * (len(ranks) // len(held)), strict=True))
-    in_order = [found[rank] for rank in range(len(found))]
+    last = [places[rank][-1] for rank in range(len(places))]
+    in_order = [(group.device_type, None if is_free else one) for group, one in last]
     if is_free or _states_devices(plan):
         return in_order
     return [(name, one) for (name, _), one in zip(in_order, _placed(plan), strict=True)]
