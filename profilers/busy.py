@@ -216,15 +216,6 @@ def measure_busy(
     """Train on several local devices of one type at once: by themselves, then synchronised.
 
     On GPUs all of the type are at work; on a CPU as many cores as synchronise, one thread each.
-
-    Args:
-        target: What they train.
-        request: The device type; emulated types share their base's.
-        alone: What each size costs a device alone.
-        sync: Over how many devices to synchronise, and how to where the loop fails.
-        options: How.
-        clock: Wall seconds.
-        progress: Told what is being measured now, and how many seconds it takes at most.
     """
     local = request.local.num_devices
     number = min(local, sync.num_devices) if request.local.is_host else local

@@ -286,12 +286,7 @@ def walked(
 ) -> list[Row]:
     """Look at the layers of a traced model in order, each with what those before it made.
 
-    Args:
-        layered: The model.
-        parts: [layers] each layer to run.
-        arguments: The model's own, by name.
-        block_bytes: What the allocator gives memory in.
-        look: Given a layer and its trained weights, what to note of it, and its answer.
+    ``look`` is given a layer and its trained weights; its row is joined by their bytes.
     """
     values = dict(arguments)
     held: dict[int, str] = {}

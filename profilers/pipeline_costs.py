@@ -420,11 +420,6 @@ def calibrated(
     in the last one. Within a pass are also loading and the runtime's part of a virtual node, half
     of them in each of its two passes. Costs of messages and steps are those that were measured of
     links and of splits.
-
-    Args:
-        profile: With layers, links and a curve.
-        trials: Pipelines of one and of two stages.
-        took: [trials][stages] their passes of a microbatch.
     """
     known, among = KnownCosts.of(profile), profile.busy or profile
     size, names = known.graph.microbatch_size, [node.id for node in known.graph.nodes]

@@ -262,14 +262,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Measurer:
-    """Measures one workload on one device. A context manager.
-
-    Args:
-        loading: What to measure.
-        device: A torch device.
-        environment: What the measuring process is started with beside ours.
-        answer_seconds: How long one batch size may take in all.
-    """
+    """Measures one workload on one device. A context manager."""
 
     def __init__(
         self,
@@ -482,13 +475,7 @@ def stretched(base: Sequence[BatchPoint], speed: float) -> tuple[BatchPoint, ...
 def verify(
     measurer: Measurer, table: Sequence[BatchPoint], budget_seconds: float
 ) -> tuple[HeldSize, ...]:
-    """Run held passes for real at a few sizes of the table and see how long they take.
-
-    Args:
-        measurer: Measures on the base device.
-        table: The emulated curve.
-        budget_seconds: Wall time to spend, about; at least three passes of one size are run.
-    """
+    """Run held passes for real at a few sizes of the table and see how long they take."""
     chosen = sizes_to_verify(table, budget_seconds)
     passes = [
         PassTime(batch_size=point.batch_size, step_seconds=point.step_seconds) for point in table

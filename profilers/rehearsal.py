@@ -34,12 +34,7 @@ _MOST_EXTRA_SECONDS = 60.0
 def config_of(
     virtual_node_sizes: Sequence[Sequence[int]], *, device_type: str = DEVICE_TYPE
 ) -> LaunchConfig:
-    """The launch config of a split.
-
-    Args:
-        virtual_node_sizes: [workers] the batch sizes of its virtual nodes.
-        device_type: Of every worker.
-    """
+    """The launch config of a split, of [workers][virtual nodes] samples."""
     numbers = iter(range(sum(map(len, virtual_node_sizes))))
     workers = tuple(
         WorkerSlot(

@@ -94,7 +94,11 @@ def run_measured(
             raise TargetError(f"{script[0]}: the script ended: {stop.code}") from None
     except HetflowError:
         if has_joined() and begun() is None:
-            raise _prepared(script[0]) from None
+            raise TargetError(
+                f"{script[0]} calls hf.prepare, and such a script is measured by a factory",
+                hint="let a function of it give (model, make_batch, loss), and name it: "
+                f"{script[0]}:workload",
+            ) from None
         raise
     except Exception as error:
         if is_out_of_memory(error):
@@ -385,13 +389,6 @@ def _own_size_of(batches: "Sized") -> int | None:
         return None
     size: int | None = getattr(own, "batch_size", None)
     return size
-
-
-def _prepared(script: str) -> TargetError:
-    return TargetError(
-        f"{script} calls hf.prepare, and such a script is measured by a factory",
-        hint=f"let a function of it give (model, make_batch, loss), and name it: {script}:workload",
-    )
 
 
 def _argument_of(arguments: list[str], size: int | None) -> str:

@@ -353,12 +353,6 @@ class ScriptStep:
     ) -> Numbers:
         """The numbers of the global batch; call it on all workers.
 
-        Args:
-            numbers: [parts] those that the function gave for each virtual node.
-            parts: This worker's virtual nodes.
-            call: Calls the function on some samples, where a number has to be tried.
-            batch: This worker's part of the batch.
-
         Raises:
             TargetError: Workers have other numbers or another order of samples; or the batch's
                 number does not follow from those of its parts.

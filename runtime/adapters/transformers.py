@@ -433,14 +433,7 @@ def form_of(
     It is asked for a virtual node's samples, and for them in two parts, in several ways and in
     evaluation mode. All workers must find the same; one with too few samples takes the others'
     answer. It asks as often as the others: a loss may gather results of all workers.
-
-    Args:
-        self: The Trainer.
-        model: Its model.
-        inputs: This worker's.
-        num_items: The items of the batch, as Trainer counts them.
-        current: This worker's training.
-        before: What earlier batches have shown; a threshold, a mask or a term may come later.
+    ``before`` is what earlier batches have shown; a threshold, a mask or a term may come later.
 
     Raises:
         TargetError: It is none of the known forms, or another one than before.

@@ -55,13 +55,7 @@ THE_RUNNING_JOB = Path("the running job")  # shown in messages in place of a che
 
 
 class Behind:
-    """The state that a lagging worker copies from a leading one, and when it takes effect.
-
-    Args:
-        session: The state that the parts of the job share.
-        state: Captures and restores the state of the job.
-        progress: The registered objects, and the script's position.
-    """
+    """The state that a lagging worker copies from a leading one, and when it takes effect."""
 
     def __init__(
         self, session: Session, state: WholeState | SharedState, progress: Progress

@@ -287,7 +287,9 @@ class Generations(Supervisor):
         )
         # The joining workers start and import while the job trains. Only when all are ready are the
         # others told, so training pauses for the exchange of states alone.
-        self._starter.join(config, change.number, ranks, joining, self.restarted_at)
+        self._starter.start(
+            "join", config, change.number, ranks, joining=joining, restarted_at=self.restarted_at
+        )
         self._change, self._phase = change, "changing"
         if not joining:
             self._announce(change)
@@ -634,7 +636,7 @@ class Repartitions(Supervisor):
             request=path,
             detail=f"asked for {devices_of(config)}",
         )
-        self._starter.follow(config, change.number, ranks)
+        self._starter.start("follow", config, change.number, ranks)
         self._change, self._phase = change, "coming"
 
     def _cancel(self, why: str) -> None:

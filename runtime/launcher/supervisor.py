@@ -419,7 +419,7 @@ class Supervisor(ABC):
         self._highest += 1
         self.config, self.number, self.restarted_at = config, self._highest, self._highest
         self._ranks = self._named(config)
-        self._starter.restart(config, self.number, self._here())
+        self._starter.start("restart", config, self.number, self._here())
         self._show_first(self._ranks)
         return left
 

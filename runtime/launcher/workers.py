@@ -638,52 +638,28 @@ class Starter:
         self._workers.start(commands)
         self._seats = {str(seat.slot.rank): seat for seat in seats}
 
-    def join(
+    def start(
         self,
-        config: LaunchConfig,
-        number: int,
-        ranks: Mapping[str, int],
-        joining: Sequence[str],
-        restarted_at: int,
-    ) -> None:
-        """Start workers that join the running ones, on free devices.
-
-        Raises:
-            HetflowError: The machine lacks the devices.
-        """
-        self._start(config, number, ranks, joining, "join", restarted_at, self._held())
-
-    def follow(self, config: LaunchConfig, number: int, ranks: Mapping[str, int]) -> None:
-        """Start workers that wait for their turn, and then take over the devices of all others.
-
-        Raises:
-            HetflowError: The machine lacks the devices.
-        """
-        self._start(config, number, ranks, list(ranks), "follow", number, [])
-
-    def restart(self, config: LaunchConfig, number: int, ranks: Mapping[str, int]) -> None:
-        """Start workers that go on from the last checkpoint; those before are gone.
-
-        Raises:
-            HetflowError: The machine lacks the devices.
-        """
-        self._start(config, number, ranks, list(ranks), "restart", number, self._held())
-
-    def _held(self) -> list[str]:
-        """The devices of the workers that are there."""
-        there = self._workers.lines()
-        return [seat.device for name, seat in self._seats.items() if name in there]
-
-    def _start(
-        self,
-        config: LaunchConfig,
-        number: int,
-        ranks: Mapping[str, int],
-        names: Sequence[str],
         entry: Entry,
-        restarted_at: int,
-        held: Sequence[str],
+        config: LaunchConfig,
+        number: int,
+        ranks: Mapping[str, int],
+        *,
+        joining: Sequence[str] | None = None,
+        restarted_at: int | None = None,
     ) -> None:
+        """Start the workers of another generation: ``joining``, or all of it where that is None.
+
+        Those that ``join`` go to free devices, beside the running ones. Those that ``follow`` wait
+        for their turn, and then take over the devices of all others. Those that ``restart`` go on
+        from the last checkpoint, and those before are gone.
+
+        Raises:
+            HetflowError: The machine lacks the devices.
+        """
+        names, there = list(ranks) if joining is None else joining, self._workers.lines()
+        follows = entry == "follow"
+        held = [] if follows else [s.device for name, s in self._seats.items() if name in there]
         slots = [config.workers[ranks[name]] for name in names]
         # The devices are checked before the file is written and any process started: a request that
         # cannot be served leaves nothing behind.
@@ -697,7 +673,7 @@ class Starter:
             config=path.resolve(),
             names=by_rank,
             entry=entry,
-            restarted_at=restarted_at,
+            restarted_at=number if restarted_at is None else restarted_at,
         )
         request = replace(self._request, config=config)
         self._workers.start(commands_of(request, seats, self._meeting, generation))

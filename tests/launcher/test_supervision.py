@@ -109,22 +109,22 @@ def ranks(config: LaunchConfig, first: int) -> dict[str, int]:
 
 
 def test_one_plan_after_another_takes_over_all_devices(gpus: Gpus) -> None:
-    gpus.starter.follow(gpus.config, 1, ranks(gpus.config, 2))
+    gpus.starter.start("follow", gpus.config, 1, ranks(gpus.config, 2))
     del gpus.commands["0"], gpus.commands["1"]
     assert gpus.devices("2", "3") == ["0", "1"]
-    gpus.starter.follow(gpus.config, 2, ranks(gpus.config, 4))
+    gpus.starter.start("follow", gpus.config, 2, ranks(gpus.config, 4))
     assert gpus.devices("4", "5") == ["0", "1"]
     assert gpus.commands["4"].environment["HETFLOW_FOLLOWS"] == "1"
 
 
 def test_a_joining_worker_gets_a_device_that_nobody_holds(gpus: Gpus) -> None:
     with pytest.raises(TargetError, match="the plan needs 1 x V100, this machine has 2"):
-        gpus.starter.join(gpus.config, 1, {"0": 0, "2": 1}, ["2"], 0)
+        gpus.starter.start("join", gpus.config, 1, {"0": 0, "2": 1}, joining=["2"], restarted_at=0)
     del gpus.commands["0"]
-    gpus.starter.join(gpus.config, 1, {"1": 0, "2": 1}, ["2"], 0)
+    gpus.starter.start("join", gpus.config, 1, {"1": 0, "2": 1}, joining=["2"], restarted_at=0)
     assert gpus.devices("2") == ["0"]
     assert gpus.commands["2"].environment["HETFLOW_JOINS"] == "1"
     gpus.commands.clear()
-    gpus.starter.restart(gpus.config, 2, ranks(gpus.config, 3))
+    gpus.starter.start("restart", gpus.config, 2, ranks(gpus.config, 3))
     assert gpus.devices("3", "4") == ["0", "1"]
     assert gpus.commands["3"].environment["TORCHELASTIC_RESTART_COUNT"] == "2"
