@@ -262,7 +262,10 @@ _Answer = TypeVar("_Answer")
 
 
 class Measurer:
-    """Measures one workload on one device. A context manager."""
+    """Measures one workload on one device. A context manager.
+
+    Each method raises TargetError where the workload is at fault, or gives no answer in time.
+    """
 
     def __init__(
         self,
@@ -293,7 +296,6 @@ class Measurer:
 
         Raises:
             MemoryError: It does not fit the device's memory.
-            TargetError: The workload is at fault, or gave no answer in time.
         """
         self._guarded(lambda child: None)
         return self.facts
@@ -301,11 +303,7 @@ class Measurer:
     def measure(
         self, batch_size: int, policy: RepeatPolicy, *, activations: Activations = "kept"
     ) -> SizeResult | None:
-        """Measure one batch size; None where it does not fit the device's memory.
-
-        Raises:
-            TargetError: The workload is at fault, or gave no answer in time.
-        """
+        """Measure one batch size; None where it does not fit the device's memory."""
         asked = dataclasses.asdict(policy)
         try:
             how = {} if self._loading.target.is_script else {"activations": activations}
@@ -326,7 +324,6 @@ class Measurer:
 
         Raises:
             MemoryError: They do not fit the device's memory.
-            TargetError: The workload is at fault, or gave no answer in time.
         """
         try:
             answer = self._ask(
@@ -343,11 +340,7 @@ class Measurer:
         return [[StepTimes.of_json(step) for step in answer["steps"]]]
 
     def optimizer_state(self, batch_size: int) -> dict[str, Any]:
-        """Count what the optimizer keeps after a step; see ``Bench.optimizer_state``.
-
-        Raises:
-            TargetError: The workload is at fault, or gave no answer in time.
-        """
+        """Count what the optimizer keeps after a step; see ``Bench.optimizer_state``."""
         return self._ask("optimizer_state", batch_size=batch_size)
 
     def base_memory(self, batch_size: int) -> int | None:
@@ -356,9 +349,6 @@ class Measurer:
         Returns:
             Bytes; None where the kernel does not tell, or where the group that is joined for it
             does not fit beside the model.
-
-        Raises:
-            TargetError: The workload is at fault, or gave no answer in time.
         """
         try:
             found: int | None = self._ask("base_memory", batch_size=batch_size)["bytes"]
@@ -368,11 +358,7 @@ class Measurer:
         return found
 
     def hold(self, batch_size: int, passes: Sequence[PassTime], repeats: int) -> dict[str, Any]:
-        """Run passes held to a table: ``seconds`` of each, and ``num_overruns``.
-
-        Raises:
-            TargetError: The workload is at fault, or gave no answer in time.
-        """
+        """Run passes held to a table: ``seconds`` of each, and ``num_overruns``."""
         table = [[entry.batch_size, entry.step_seconds] for entry in passes]
         return self._ask("hold", batch_size=batch_size, passes=table, repeats=repeats)
 
