@@ -1,4 +1,4 @@
-"""Seat workers on devices, and start them: exact commands and environments, each in a session."""
+"""Seat workers on devices, and make the exact commands and environments that start them."""
 
 import os
 import shlex
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from math import ceil
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from ...devices.backend import DEVICES
 from ...devices.collectives import INTERFACE_VARIABLES
@@ -20,9 +20,8 @@ from ...devices.local import IMAGINED, accelerators, devices_of_types, known_as,
 from ...devices.torch_support import emulated_bfloat16, mixed_tf32
 from ...schema.errors import HetflowError, TargetError
 from ...schema.launch import LaunchConfig, WorkerSlot
-from ...schema.options import option, speaks_flags
-from ..preload import Forked, Preload
-from ..preload.process import dying_with
+from ...schema.options import option
+from ..preload import Forked
 from ..protocol import environment as names
 from ..protocol.environment import pins
 from .request import LaunchRequest
@@ -357,52 +356,6 @@ def failure_path(folder: Path, name: str) -> Path:
 
 Process = subprocess.Popen[bytes] | Forked
 """A worker's process."""
-
-
-def start(
-    command: WorkerCommand,
-    stdout: int | IO[bytes],
-    stderr: int | IO[bytes],
-    inherited: Mapping[str, str],
-    *,
-    preload: Preload,
-    line: tuple[int, names.Channel] | None = None,
-    fence: int | None = None,
-    token: str = "",
-) -> Process:
-    """Start one worker in its own session; it dies with this process, however that dies.
-
-    It is forked where a preloaded process is ready for its environment, and fresh elsewhere. It
-    has its end of the ``line`` to the controller, and holds the descriptor ``fence`` till it ends.
-    The token goes by the environment, which only this user and root can read, and is no part of
-    the command, which is shown.
-    """
-    extra = {names.CONTROL: str(line[0]), names.CHANNEL: line[1]} if line is not None else {}
-    extra |= {names.TOKEN: token} if token else {}
-    extra |= {names.FLAGS: "1"} if speaks_flags() else {}
-    environment = {**inherited, **command.environment, **extra}
-    passed = tuple(fd for fd in (line[0] if line is not None else None, fence) if fd is not None)
-    forked = preload.start(
-        command.arguments,
-        environment,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        pass_fds=passed,
-    )
-    if forked is not None:
-        return forked
-    is_linux = sys.platform.startswith("linux")
-    return subprocess.Popen(
-        command.arguments,
-        env=environment,
-        pass_fds=passed,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-        preexec_fn=dying_with(os.getpid()) if is_linux else None,
-    )
 
 
 def signal_group(process: Process, number: int) -> None:

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -18,10 +19,11 @@ from typing import IO, Any
 from ...schema import files
 from ...schema.errors import ProblemError
 from ...schema.launch import LaunchConfig
-from ...schema.options import option
+from ...schema.options import option, speaks_flags
 from ..preload import Preload
+from ..preload.process import dying_with
 from ..protocol.ended import ended_path, left_path
-from ..protocol.environment import Channel
+from ..protocol.environment import CHANNEL, CONTROL, FLAGS, TOKEN, Channel
 from ..protocol.handover import STOPPED_EXIT_CODE
 from ..protocol.messages import (
     Beat,
@@ -47,7 +49,6 @@ from .spawn import (
     failure_path,
     seat_workers,
     signal_group,
-    start,
 )
 
 # Show workers' output on our own streams, whole lines at a time, so that lines never mix.
@@ -347,21 +348,33 @@ class Workers:
     def _start_on(
         self, command: WorkerCommand, out: int | IO[bytes], err: int | IO[bytes]
     ) -> Process:
-        line = WorkerLine() if self._channel is not None else None
-        theirs = None
-        if line is not None and self._channel is not None:
-            self._lines[command.name] = line
-            theirs = (line.theirs.fileno(), self._channel)
-        process = start(
-            command,
-            out,
-            err,
-            self._inherited,
-            preload=self._preload,
-            line=theirs,
-            fence=self._fence.descriptor,
-            token=self._token,
-        )
+        """Start one worker in its own session; it dies with this process, however that dies.
+
+        It is forked where a preloaded process is ready for its environment, and fresh elsewhere. It
+        holds the fence till it ends. The token goes by the environment, which only this user and
+        root can read, and is no part of the command, which is shown.
+        """
+        passed = [] if self._fence.descriptor is None else [self._fence.descriptor]
+        extra = {TOKEN: self._token} if self._token else {}
+        extra |= {FLAGS: "1"} if speaks_flags() else {}
+        line = None
+        if self._channel is not None:
+            line = self._lines[command.name] = WorkerLine()
+            passed.append(line.theirs.fileno())
+            extra |= {CONTROL: str(line.theirs.fileno()), CHANNEL: self._channel}
+        environment = {**self._inherited, **command.environment, **extra}
+        given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+        given["pass_fds"] = tuple(passed)
+        process: Process | None = self._preload.start(command.arguments, environment, **given)
+        if process is None:
+            is_linux = sys.platform.startswith("linux")
+            process = subprocess.Popen(
+                command.arguments,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=dying_with(os.getpid()) if is_linux else None,
+                **given,
+            )
         if line is not None:
             # Closed here once the worker has it, so that the worker's end is seen as the end of the
             # line.
