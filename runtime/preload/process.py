@@ -42,29 +42,16 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkRequest:
-    """What a forked process is to become; a fresh one would inherit all but the first three.
+    """What a forked process is to become; a fresh one would inherit all but the first three."""
 
-    Attributes:
-        command: The whole command line of a Python program, the interpreter first.
-        environment: Its whole environment.
-        descriptors: Numbers that the descriptors sent along get in the new process.
-        folder: The working directory.
-        umask: Permissions that new files lack.
-        niceness: As ``nice`` counts it.
-        affinity: The cores it may run on.
-        limits: Soft and hard limit of each resource, by name (``RLIMIT_DATA``).
-        ignored_signals: Those that are ignored at its start.
-        blocked_signals: Those that are blocked at its start.
-    """
-
-    command: list[str]
+    command: list[str]  # the whole line, the interpreter first
     environment: dict[str, str]
-    descriptors: list[int]
+    descriptors: list[int]  # numbers that those sent along get in the new process
     folder: str
     umask: int
     niceness: int
     affinity: list[int]
-    limits: dict[str, list[int]]
+    limits: dict[str, list[int]]  # soft and hard, by name (``RLIMIT_DATA``)
     ignored_signals: list[int]
     blocked_signals: list[int]
 
