@@ -219,16 +219,19 @@ def _measure(
     def say(text: str, left: float | None = None) -> None:
         progress(f"{target.model} on {name}: {text}", left)
 
+    def curve_of(how: Activations, text: str) -> Curve:
+        return measure_curve(
+            lambda size: measurer.measure(size, limits.repeats, activations=how),
+            _limits_of(request, limits),
+            clock,
+            lambda size: say(f"{text} batch size {size}"),
+        )
+
     say("starting")
     try:
         if target.is_script:
             limits = _within(limits, measurer.load())
-        curve = measure_curve(
-            lambda size: measurer.measure(size, limits.repeats),
-            _limits_of(request, limits),
-            clock,
-            lambda size: say(f"looking at batch size {size}"),
-        )
+        curve = curve_of("kept", "looking at")
         kept = measurer.optimizer_state(curve.results[0].batch_size)
         carried = _measured_alone(curve, measurer, options, say, is_of_script=target.is_script)
         costs = carried.costs
@@ -241,15 +244,7 @@ def _measure(
                 as_in_the_loop(found, _pass_seconds(found, costs, measurer, options, say))
             )
 
-        def treated(how: Activations) -> Curve:
-            return measure_curve(
-                lambda size: measurer.measure(size, limits.repeats, activations=how),
-                _limits_of(request, limits),
-                clock,
-                lambda size: say(f"{how}, batch size {size}"),
-            )
-
-        others = {how: treated(how) for how in options.activations}
+        others = {how: curve_of(how, f"{how},") for how in options.activations}
         facts, death = measurer.facts, measurer.death
         base_memory = measurer.base_memory(curve.results[0].batch_size)
     except HetflowError as error:
