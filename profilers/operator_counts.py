@@ -354,9 +354,6 @@ def count_model(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 
-    def faked(size: int) -> Any:
-        return mapped(lambda t: t if is_fake(t) else fake.from_tensor(t), make(size))
-
     with (
         _without_onednn(),
         _autocast_on_the_host(),
@@ -367,6 +364,10 @@ def count_model(
         workload = _loaded(target, fake)
         first = min([*sizes, *layers_at])
         make = _batches(target, workload.make_batch, first)
+
+        def faked(size: int) -> Any:
+            return mapped(lambda t: t if is_fake(t) else fake.from_tensor(t), make(size))
+
         workload = replace(workload, make_batch=faked)
         bench = Bench(workload, TORCH_DEVICE, optimizer, target.blocks)
         with _values_are_missing(target), _mixed_precision(precision):
