@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from ..devices.backend import DeviceRequest
@@ -107,15 +108,36 @@ def least_deviations(terms: "Array", values: "Array") -> "Array":
         [unknowns].
     """
     import numpy as np
-    from scipy.optimize import nnls
 
     weights = np.ones(len(terms))
     for _ in range(_ROUNDS):
-        unknown = nnls(terms * weights[:, None], values * weights)[0]
+        unknown = _non_negative(terms * weights[:, None], values * weights)
         # The square of a residual, times this weight's square, is its absolute value. The floor
         # keeps one row that fits exactly from deciding everything.
         weights = np.maximum(np.abs(terms @ unknown - values), _FLOOR) ** -0.5
     return unknown
+
+
+def _non_negative(terms: "Array", values: "Array") -> "Array":
+    """Least squares over x >= 0: the best over every set of unknowns that are not 0."""
+    import numpy as np
+
+    number = terms.shape[1]
+    best, least = np.zeros(number), float(np.linalg.norm(values))
+    # 2^n sets of n unknowns, of which there are a handful. With all unknowns the error is least, so
+    # smaller sets are tried only where some unknown comes out negative.
+    for size in range(number, 0, -1):
+        for chosen in map(list, combinations(range(number), size)):
+            found = np.linalg.lstsq(terms[:, chosen], values, rcond=None)[0]
+            if (found < 0).any():
+                continue
+            if size == number:
+                return np.asarray(found, dtype=np.float64)
+            error = float(np.linalg.norm(terms[:, chosen] @ found - values))
+            if error < least:
+                best, least = np.zeros(number), error
+                best[chosen] = found
+    return best
 
 
 MESSAGE_BYTES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
