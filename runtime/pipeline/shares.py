@@ -14,6 +14,7 @@ one owner in each position, and these add up their sums.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,7 +195,7 @@ class StageShares(Units):
         self._own_hooks = Hooks()
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
-                self._own_hooks.add(parameter, lambda _, index=index: self._now_came.add(index))
+                self._own_hooks.add(parameter, partial(self._take, index))
         for (
             optimizer
         ) in session.optimizers:  # slices of states that are there before the first step
@@ -206,6 +207,9 @@ class StageShares(Units):
     def _enter(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         found = self.before(name, values, {})
         return values if found is None else found[0]
+
+    def _take(self, index: int, _: Tensor) -> None:
+        self._now_came.add(index)
 
     # A step
 
