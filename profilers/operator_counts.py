@@ -247,7 +247,7 @@ def counted_call(
         answer: What it returned.
     """
     import torch
-    from torch.utils.flop_counter import flop_registry
+    from torch.utils.flop_counter import conv_flop_count, flop_registry
 
     inputs, outputs = _tensors((arguments, named)), _tensors(answer)
     name = function._overloadpacket.__name__
@@ -264,7 +264,13 @@ def counted_call(
         inputs, outputs = [*inputs[1:], inputs[-1]], [inputs[-1]]
     counted_as = getattr(torch.ops.aten, _AS_ON_GPUS.get(name, name), function._overloadpacket)
     formula = flop_registry.get(counted_as)
-    flops = 0.0 if formula is None else float(formula(*arguments, **named, out_val=answer))
+    if name == "convolution_backward":
+        # torch's formula counts a weight's gradient as if all channels were of one group.
+        gradient, images, weight, *_, is_transposed, _, _, wanted = arguments
+        shapes = images.shape, weight.shape, gradient.shape
+        flops = float(sum(wanted[:2]) * conv_flop_count(*shapes, transposed=is_transposed))
+    else:
+        flops = 0.0 if formula is None else float(formula(*arguments, **named, out_val=answer))
     moved = {id(tensor): tensor for tensor in inputs}.values()
     size = sum(map(_bytes, moved)) + sum(map(_bytes, outputs))
     floats = [tensor.dtype for tensor in (*inputs, *outputs) if tensor.is_floating_point()]

@@ -29,7 +29,7 @@ def gavel_steps(folder: Path) -> Iterator[Measured]:
             if scale_factor == 1 and job.startswith(_JOB) and rates["null"] > 0:
                 size = int(job.rpartition(" ")[2].rstrip(")"))
                 steps[device, size] = 1 / rates["null"]
-    operators_at = counted("zoo:resnet50", False)
+    operators_at = counted("resnet50", False)
     for (device, size), seconds in sorted(steps.items()):
         yield Measured(
             source="Gavel",

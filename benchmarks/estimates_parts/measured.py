@@ -2,11 +2,13 @@
 
 import csv
 import json
+import lzma
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,6 +31,8 @@ VTRAIN = spec_of("A100-SXM4-80GB")
 # OPT's published configuration has no dropout in its attention.
 OPT = Shape(1024, 16, 2048, attention_dropout=0.0)
 _VTRAIN_VOCABULARY = 51200
+_MODELS = Path(__file__).with_name("published_models.py")
+COUNTS = Path(__file__).resolve().parents[1] / "results" / "convolution_counts.json.xz"
 _COUNTED_AT = (16, 32)  # other batch sizes follow
 Operators = tuple[tuple[int, tuple[Operator, ...]], ...]
 ADAM_BYTES = 30  # a parameter: gradient, two moments and 32-bit weight read and written, copies
@@ -63,17 +67,44 @@ class Measured:
     samples: int = 1
 
 
+def count(model: str, is_half: bool) -> list[list[dict[str, Any]]]:
+    """What a step of one of published_models.py calls: at two batch sizes, and its update."""
+    counts = count_model(
+        targets.parse(f"{_MODELS}:{model}"), _COUNTED_AT, (), "sgd-momentum",
+        precision="float16" if is_half else None,
+    )  # fmt: skip
+    passes = [one.forward + one.backward for one in counts.passes]
+    return [list(map(asdict, operators)) for operators in (*passes, counts.update)]
+
+
+def key_of(model: str, is_half: bool) -> str:
+    """Of a model's counts among the committed ones."""
+    return f"{model}, {16 if is_half else 32} bits"
+
+
+def write_counts(models: Iterable[tuple[str, bool]]) -> None:
+    """Count models, each in 16 or in 32 bits, and write what is committed."""
+    found = {key_of(*model): count(*model) for model in sorted(models)}
+    COUNTS.write_bytes(lzma.compress(json.dumps(found).encode()))
+
+
 @cache
-def counted(target: str, is_half: bool) -> Callable[[int], Operators]:
+def committed_counts() -> dict[str, list[list[dict[str, Any]]]]:
+    """What was counted, by ``key_of``; counting all takes minutes."""
+    found: dict[str, list[list[dict[str, Any]]]] = json.loads(lzma.decompress(COUNTS.read_bytes()))
+    return found
+
+
+@cache
+def counted(model: str, is_half: bool) -> Callable[[int], Operators]:
     """What a step of a model calls, by batch size.
 
     Operations and bytes of each operator are linear in it, so two sizes are counted.
     """
-    counts = count_model(
-        targets.parse(target), _COUNTED_AT, (), "sgd-momentum",
-        precision="float16" if is_half else None,
-    )  # fmt: skip
-    small, large = (one.forward + one.backward for one in counts.passes)
+    small, large, update = (
+        [Operator(**operator) for operator in operators]
+        for operators in committed_counts()[key_of(model, is_half)]
+    )
     first, last = _COUNTED_AT
 
     def at(size: int, one: Operator, other: Operator) -> Operator:
@@ -87,7 +118,7 @@ def counted(target: str, is_half: bool) -> Callable[[int], Operators]:
 
     return lambda size: (
         (1, tuple(at(size, *pair) for pair in zip(small, large, strict=True))),
-        (1, counts.update),
+        (1, tuple(update)),
     )
 
 

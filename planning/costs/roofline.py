@@ -17,9 +17,18 @@ Unit = Literal["vector", "tf32", "half"]
 UNITS: tuple[Unit, ...] = ("vector", "tf32", "half")
 
 
+UNLIMITED_WATTS = 4e-12
+"""For an operation a second, above which the power of a board limits no unit."""
+
+
+def powered(spec: DeviceSpec, peak: float) -> float:
+    """The watts for each operation of a unit at its peak rate, over those that limit nothing."""
+    return min(spec.board_watts / (peak * UNLIMITED_WATTS), 1.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What share of a peak rate training reaches. Fractions but for the last two.
+    """What share of a peak rate training reaches. Fractions but for the last three.
 
     Args:
         vector: Of 32-bit products on vector units.
@@ -34,6 +43,8 @@ class Efficiency:
         channels_last_memory: The same of convolutions in channels_last, which change no layouts.
         link: Of a link's bandwidth, in an all-reduce of large messages.
         launch_seconds: Of each operator, whatever its size.
+        power: How a unit's share falls with the watts that its device has for each operation: to
+            this power, below ``UNLIMITED_WATTS``. Boards run matrix units below their peak's clock.
         forms: How many times these shares of its units a form reaches, by its row's name; 1 where
             no run tells.
     """
@@ -49,11 +60,12 @@ class Efficiency:
     channels_last_memory: float
     link: float
     launch_seconds: float
+    power: float
     forms: Mapping[str, float] = field(default_factory=dict)
 
-    def of(self, unit: Unit, operator: Operator, form: str) -> float:
-        """That of an operator on a unit of a form of device."""
-        times = self.forms.get(form, 1.0)
+    def of(self, unit: Unit, peak: float, operator: Operator, spec: DeviceSpec) -> float:
+        """That of an operator on a unit of a form of device, whose peak rate is known."""
+        times = self.forms.get(spec.name, 1.0) * powered(spec, peak) ** self.power
         if operator.is_convolution:
             shares = self.convolution_vector, self.convolution_tf32, self.convolution_half
             return times * dict(zip(UNITS, shares, strict=True))[unit]
@@ -117,7 +129,7 @@ def operator_seconds(
 ) -> float:
     """The time of one call."""
     unit, peak = unit_of(operator, spec, precision)
-    compute = operator.flops / (peak * efficiency.of(unit, operator, spec.name))
+    compute = operator.flops / (peak * efficiency.of(unit, peak, operator, spec))
     move = operator.num_bytes / (spec.memory_bytes_per_second * efficiency.memory_of(operator))
     return efficiency.launch_seconds + max(compute, move)
 

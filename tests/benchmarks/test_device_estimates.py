@@ -29,10 +29,18 @@ def benchmark() -> ModuleType:
 @pytest.mark.slow
 def test_what_ships_is_what_is_fitted(benchmark: ModuleType) -> None:
     runs = benchmark.measured_runs()
-    assert len(runs.runs) == 68 + 240 + 12 + 11 + 72
+    assert len(runs.runs) == 68 + 240 + 12 + 29 + 96
     fitted, shipped = asdict(runs.fit()), asdict(FITTED)
     assert fitted.pop("forms") == pytest.approx(shipped.pop("forms"), rel=1e-2)
     assert fitted == pytest.approx(shipped, rel=2e-3)
+
+
+@pytest.mark.slow
+def test_committed_counts_are_what_is_counted_now(benchmark: ModuleType) -> None:
+    """One of 14: to count all takes two minutes."""
+    measured = sys.modules["estimates_parts.measured"]
+    key = measured.key_of("efficientnet_b0_channels_last", True)
+    assert measured.count("efficientnet_b0_channels_last", True) == measured.committed_counts()[key]
 
 
 @pytest.mark.parametrize("kind", ["products", "convolutions"])

@@ -36,6 +36,7 @@ DEVICE = DeviceSpec(
     half_flops_per_second=800e9,
     has_bfloat16=False,
     memory_bytes_per_second=10e9,
+    board_watts=4.0,
     link="PCIe",
     link_bytes_per_second=2e9,
     source="made up",
@@ -52,6 +53,7 @@ SHARES = Efficiency(
     channels_last_memory=0.4,
     link=0.5,
     launch_seconds=1e-3,
+    power=0.5,
 )
 ESTIMATOR = Estimator(spec=DEVICE, efficiency=SHARES)
 
@@ -128,6 +130,15 @@ def test_an_operator_takes_its_launch_and_the_longer_of_computing_and_moving(
     call: Operator, precision: str | None, seconds: float
 ) -> None:
     assert operator_seconds(call, DEVICE, SHARES, precision) == pytest.approx(seconds)
+
+
+def test_a_board_of_little_power_runs_its_fast_units_slower() -> None:
+    """A quarter of the watts that limit nothing, to the power 0.5, at the half unit's peak."""
+    weak = replace(DEVICE, board_watts=0.8)
+    call = operator(flops=5e9, dtype="float16")
+    assert operator_seconds(call, weak, SHARES) == pytest.approx(0.026)  # twice 0.0125
+    slow = operator(flops=5e9)  # 8e-12 W for an operation of the vector units
+    assert operator_seconds(slow, weak, SHARES) == operator_seconds(slow, DEVICE, SHARES)
 
 
 def test_a_profile_adds_up_operators() -> None:

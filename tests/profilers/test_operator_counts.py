@@ -330,6 +330,22 @@ def test_attentions_products_are_counted_both_ways() -> None:
     assert flops == [2 * product, 5 * product]
 
 
+@pytest.mark.parametrize("groups", [1, 4, 16])
+@pytest.mark.parametrize("kind", [torch.nn.Conv2d, torch.nn.ConvTranspose2d])
+def test_gradients_of_grouped_convolutions_count_their_own_channels(
+    kind: type[torch.nn.Conv2d], groups: int
+) -> None:
+    """The images' and the weight's are as many products as the convolution itself."""
+    layer = kind(16, 32, 3, stride=2, groups=groups, bias=False)
+    images = torch.randn(2, 16, 9, 9, requires_grad=True)
+    with tallied() as tally:
+        layer(images).sum().backward()
+    flops = [operator.flops for operator in tally.operators if "conv" in operator.name]
+    places = 81 if kind is torch.nn.ConvTranspose2d else 16
+    once = 2 * 2 * places * 9 * 16 * 32 / groups
+    assert flops == [once, 2 * once]
+
+
 def test_attention_with_dropout_is_one_kernel_as_on_gpus(tmp_path: Path) -> None:
     file = tmp_path / "dropping.py"
     file.write_text(DROPPING)
