@@ -296,8 +296,9 @@ def _prices(window: Availability | Capacity, histories: Sequence[PriceHistory]) 
             f"{option('spot_dollars_per_hour')}",
         )
     # A tick pays the price at its start.
-    ticks = start_seconds(window) + window.tick_seconds * np.arange(len(_ticks(window)))
-    return tuple(None if isnan(one) else one for one in prices_at(found[0], ticks).tolist())
+    past = window.tick_seconds * np.arange(len(_ticks(window)), dtype=np.float64)
+    told = prices_at(found[0], start_seconds(window) + past)
+    return tuple(None if isnan(one) else one for one in told.tolist())
 
 
 def prices_at(history: PriceHistory, times: NDArray[np.float64]) -> NDArray[np.float64]:
