@@ -7,7 +7,18 @@ from ..options import Option
 from . import POLICIES, POOL, RATES
 
 if TYPE_CHECKING:
-    from .kinds import *
+    from pathlib import Path
+
+    from .kinds import (
+        Count,
+        GraceSeconds,
+        Index,
+        Mapping,
+        Pool,
+        RoundSeconds,
+        Sequence,
+        WaitSeconds,
+    )
 
 
 @dataclass(frozen=True, slots=True)

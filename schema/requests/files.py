@@ -7,7 +7,9 @@ from ..options import Option
 from . import AT, CHECKPOINT_EVERY, MARKET, RATES
 
 if TYPE_CHECKING:
-    from .kinds import *
+    from pathlib import Path
+
+    from .kinds import Count, Index, Mapping, Markets, Pool, Profiles, Record, Sequence, WaitSeconds
 
 # What each option is for: kinds of plans, and classes of other records.
 DRAWN = ("Profile", "split", "pipeline", "SimulationRun", "Market")

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Allocation", "Bytes", "Callable", "Count", "Dollars", "Fraction", "GraceSeconds",
     "HeartbeatSeconds", "Index", "JobCount", "JobsTable", "MachineSpeeds", "Mapping", "Markets",
-    "Offers", "OnDemandPrices", "OnFailure", "OptimizerState", "Path", "Plan", "Pool",
-    "PositiveRate", "PositiveSeconds", "Profile", "Profiles", "Record", "Rendezvous",
-    "RoundSeconds", "Sequence", "Speeds", "SpotPrices", "SyncDevices", "ThroughputsTable",
-    "TimeoutSeconds", "WaitSeconds", "Windows",
+    "Offers", "OnDemandPrices", "OnFailure", "OptimizerState", "Plan", "Pool", "PositiveRate",
+    "PositiveSeconds", "Profile", "Profiles", "Record", "Rendezvous", "RoundSeconds", "Sequence",
+    "Speeds", "SpotPrices", "SyncDevices", "ThroughputsTable", "TimeoutSeconds", "WaitSeconds",
+    "Windows",
 ]  # fmt: skip
 
 Profiles = Sequence[Profile] | Path | str

@@ -7,7 +7,20 @@ from ..options import OnFailure, Option
 from . import ARGUMENTS, CHECKPOINT_EVERY, POOL, SCRIPT
 
 if TYPE_CHECKING:
-    from .kinds import *
+    from pathlib import Path
+
+    from .kinds import (
+        Count,
+        HeartbeatSeconds,
+        Index,
+        Plan,
+        Pool,
+        Profiles,
+        Rendezvous,
+        Sequence,
+        TimeoutSeconds,
+        WaitSeconds,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from ..options import Option, Precision
 
 if TYPE_CHECKING:
-    from .kinds import *
+    from pathlib import Path
+
+    from .kinds import Callable, Count, Profile, Sequence, SyncDevices
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,25 @@ from ..options import Option, asked_of, option
 from . import ARGUMENTS, SCRIPT
 
 if TYPE_CHECKING:
-    from .kinds import *
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from .kinds import (
+        Count,
+        Dollars,
+        MachineSpeeds,
+        Markets,
+        Offers,
+        OnDemandPrices,
+        Plan,
+        PositiveSeconds,
+        Profiles,
+        Speeds,
+        SpotPrices,
+        ThroughputsTable,
+        WaitSeconds,
+        Windows,
+    )
 
 
 @dataclass(frozen=True, slots=True)

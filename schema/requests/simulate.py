@@ -7,7 +7,24 @@ from ..options import Option, Placement
 from . import AT, MARKET, POLICIES, POOL
 
 if TYPE_CHECKING:
-    from .kinds import *
+    from pathlib import Path
+
+    from .kinds import (
+        Bytes,
+        Callable,
+        Count,
+        Dollars,
+        Index,
+        JobCount,
+        JobsTable,
+        Mapping,
+        Markets,
+        Pool,
+        PositiveSeconds,
+        Profiles,
+        Sequence,
+        ThroughputsTable,
+    )
 
 
 THROUGHPUTS = Option(

@@ -17,7 +17,24 @@ from ..schedule import DEFAULT_SCHEDULE
 from . import AT, MARKET, POOL
 
 if TYPE_CHECKING:
-    from .kinds import *
+    from pathlib import Path
+
+    from .kinds import (
+        Allocation,
+        Bytes,
+        Count,
+        Dollars,
+        Fraction,
+        JobsTable,
+        Markets,
+        OptimizerState,
+        Plan,
+        Pool,
+        PositiveRate,
+        PositiveSeconds,
+        Profiles,
+        ThroughputsTable,
+    )
 
 SPLITS = ("split", "milp", "waste", "sharded")
 PIPELINES = ("pipeline", "repetitive", "stages")
