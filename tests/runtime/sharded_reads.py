@@ -1,7 +1,7 @@
 """Train steps of which a late one reads weights outside of their layers. A script for launches.
 
-Usage: sharded_reads.py FOLDER. Each worker writes what each way of reading made of each step from
-which it begins: losses and trained parameters, or the line that refuses it.
+Usage: sharded_reads.py FOLDER [WAY...]. Each worker writes what these ways of reading, or all, made
+of each step from which they begin: losses and trained parameters, or the line that refuses it.
 """
 
 import copy
@@ -20,7 +20,7 @@ import hetflow as hf
 from hetflow.schema.errors import TargetError
 from hetflow.tests.runtime.sharded_run import WORDS, Model, loss_of
 
-FIRST_STEPS, STEPS = (3, 5, 6), 6
+FIRST_STEPS = 3, 5, 6
 """Steps that test no loss."""
 
 
@@ -108,10 +108,12 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def train(way: Callable[..., Tensor], first: int, masters: torch.dtype | None = None) -> Any:
+def train(
+    way: Callable[..., Tensor], first: int, masters: torch.dtype | None = None, last: int = 0
+) -> Any:
     """Losses and parameters of steps, of which those from the first one read, or the refusal.
 
-    With it comes this worker's rank.
+    The last step is the first that reads, or ``last``. With it comes this worker's rank.
     """
     torch.manual_seed(0)
     model: Any = Model().double()
@@ -119,7 +121,7 @@ def train(way: Callable[..., Tensor], first: int, masters: torch.dtype | None = 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     job: Any = hf.prepare(model, optimizer, masters=masters)
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, WORDS, (8 * STEPS, 5), generator=generator)
+    ids = torch.randint(0, WORDS, (8 * max(first, last), 5), generator=generator)
     losses, said, step = [], "", 0
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
@@ -142,11 +144,14 @@ def train(way: Callable[..., Tensor], first: int, masters: torch.dtype | None = 
 
 
 def main() -> None:
-    """Train in each way, from each step."""
+    """Train in the ways that are asked for, or in each, from each step."""
     found = {}
     for name, way in WAYS.items():
-        for first in FIRST_STEPS if name == "detach ahead" else FIRST_STEPS[:1]:
-            found[name, first], rank = train(way, first)
+        if name not in (sys.argv[2:] or WAYS):
+            continue
+        is_first = name == "detach ahead"
+        for first in FIRST_STEPS if is_first else FIRST_STEPS[:1]:
+            found[name, first], rank = train(way, first, last=FIRST_STEPS[-1] * is_first)
     torch.save(found, Path(sys.argv[1]) / f"{rank}.pt")
 
 
