@@ -79,7 +79,7 @@ class Writer(BasePredictionWriter):
         self.written.append({"indices": indices, "guess": prediction["guess"].tolist()})
 
 
-x = torch.randn(162, 6)  # the last batch has two samples
+x = torch.randn(98, 6)  # the last batch has two samples
 y = torch.bucketize(x.sum(1), torch.tensor([-1.0, 1.0]))
 train = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)
 val = DataLoader(TensorDataset(x[:51], y[:51]), batch_size=25)
