@@ -12,7 +12,7 @@ from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.tests.launcher.elastic_runs import plan_of
 from hetflow.tests.runtime.sharded_plans import shared
-from hetflow.tests.testing.hosts import GpuHost
+from hetflow.tests.testing.hosts import GpuHost, Host
 
 RESERVE_BYTES = 41 << 20
 TARGET = """
@@ -65,7 +65,7 @@ torch.manual_seed(1)
 model = model_of()
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
 job = hf.prepare(model, optimizer)
-for batch in job.batches(DataLoader(TensorDataset(batch_of(64)), batch_size=16)):
+for batch in job.batches(DataLoader(TensorDataset(batch_of(48)), batch_size=16)):
     job.backward(lambda ids: loss_of(model, ids), batch)
     optimizer.step()
     optimizer.zero_grad()
@@ -73,6 +73,12 @@ held = sum(t.nbytes for s in optimizer.state.values() for t in s.values() if t.d
 with open(f"peak{job.rank}.json", "w") as file:
     json.dump([torch.cuda.max_memory_allocated(), held], file)
 """
+
+
+def asked_of(host: Host) -> list[str]:
+    """What ``hetflow profile`` is asked beside its target."""
+    asked = ["--quick", "--batch-sizes", "2,8", "--optimizer", "adamw", "--sync-devices", "0"]
+    return [*asked, *(f"--device={name}" for name in host.types), "-o", "profiles"]
 
 
 def test_no_device_takes_more_than_its_plan_says(software: GpuHost, tmp_path: Path) -> None:
@@ -83,9 +89,7 @@ def test_no_device_takes_more_than_its_plan_says(software: GpuHost, tmp_path: Pa
     host = software("V100:64MiB,A100:64MiB", FAKECUDA_THREADS="1")
     (tmp_path / "target.py").write_text(TARGET)
     (tmp_path / "train.py").write_text(TRAIN)
-    asked = ["--quick", "--layers", "--batch-sizes", "2,8", "--optimizer", "adamw", "--offload"]
-    devices = [f"--device={name}" for name in host.types]
-    host.done("profile", "target.py:partly", *asked, *devices, "-o", "profiles")
+    host.done("profile", "target.py:partly", *asked_of(host), "--layers", "--offload")
     profile = files.read(tmp_path / f"profiles/target.partly.{host.types[0]}.json", Profile)
     trained, frozen = profile.weight_bytes, profile.frozen_weight_bytes
     assert frozen is not None
@@ -151,10 +155,7 @@ def test_no_device_takes_more_than_a_plan_of_listed_blocks_says(
     (tmp_path / "train.py").write_text(TRAIN)
     pool = "1x" + ",1x".join(host.types)
     solve = ["solve", "split", "--gpus", pool, "--shard", "all", "--batch-size", "16"]
-    asked = ["--quick", "--batch-sizes", "2,8", "--optimizer", "adamw", "--sync-devices", "0"]
-    asked += [f"--device={name}" for name in host.types]
-    asked += ["--block", "blocks.0.a,Sequential"]
-    host.done("profile", "target.py:partly", *asked, "-o", "profiles")
+    host.done("profile", "target.py:partly", *asked_of(host), "--block", "blocks.0.a,Sequential")
     solve += ["--memory-reserve", f"{RESERVE_BYTES >> 20}MiB"]
     host.done(*solve, "--profiles", "profiles", "-o", "plan.json")
     host.done("check", "plan.json", "--profiles", "profiles", "--gpus", pool)
@@ -186,14 +187,12 @@ def test_no_device_takes_more_than_a_plan_of_masters_says(
     masters = "hf.prepare(model, optimizer, masters=torch.float32)"
     (tmp_path / "train.py").write_text(TRAIN.replace("hf.prepare(model, optimizer)", masters))
     policy = "hf.prepare(model, optimizer, mp_policy=MixedPrecisionPolicy(torch.bfloat16))"
-    script = TRAIN.replace("hf.prepare(model, optimizer)", policy)
-    script = script.replace("model_of()", "model_of().float()")
-    imported = "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
-    (tmp_path / "cast.py").write_text(imported + script)
+    cast = "from torch.distributed.fsdp import MixedPrecisionPolicy\n" + TRAIN
+    cast = cast.replace("hf.prepare(model, optimizer)", policy)
+    cast = cast.replace("model_of()", "model_of().float()")
+    (tmp_path / "cast.py").write_text(cast)
     pool = "1x" + ",1x".join(host.types)
-    asked = ["--quick", "--batch-sizes", "2,8", "--optimizer", "adamw", "--sync-devices", "0"]
-    asked += [f"--device={name}" for name in host.types]
-    host.done("profile", "target.py:partly", *asked, "-o", "profiles")
+    host.done("profile", "target.py:partly", *asked_of(host))
     profile = files.read(tmp_path / f"profiles/target.partly.{host.types[0]}.json", Profile)
     solve = ["solve", "split", "--gpus", pool, "--batch-size", "16", "--profiles", "profiles"]
     solve += ["--memory-reserve", f"{RESERVE_BYTES >> 20}MiB", "--masters", "-o", "plan.json"]
@@ -205,6 +204,7 @@ def test_no_device_takes_more_than_a_plan_of_masters_says(
             assert (said.returncode, "masters" in said.stderr) == (0, False), said.stderr
             assert sum(states_within_plan(tmp_path)) == 2 * 2 * profile.weight_bytes
     host.done(*solve[:-3], "-o", "plan.json", "--shard", "all", "--force")
+    (tmp_path / "cast.py").write_text(cast.replace("batch_of(48)", "batch_of(16)"))
     assert "keeps masters" in host.run("launch", "plan.json", "cast.py").stderr
 
 
