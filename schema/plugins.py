@@ -189,7 +189,7 @@ class Registry(Generic[T]):
             self._has_own = True
 
     def _points(self) -> EntryPoints:
-        return _entry_points(tuple(map(_state, sys.path))).select(group=self.group)
+        return _entry_points(self.group, tuple(map(_state, sys.path)))
 
 
 def _state(folder: str) -> tuple[str, int]:
@@ -199,10 +199,10 @@ def _state(folder: str) -> tuple[str, int]:
         return folder, 0
 
 
-@lru_cache(maxsize=1)  # reading the files of all distributions takes 5 ms, each time
-def _entry_points(folders: tuple[tuple[str, int], ...]) -> EntryPoints:
-    """Read the entry points of all distributions in ``sys.path``, again once a folder changes."""
-    return entry_points()
+@lru_cache(maxsize=32)  # reading the files of all distributions takes 5 ms, each time
+def _entry_points(group: str, folders: tuple[tuple[str, int], ...]) -> EntryPoints:
+    """Read a group's entry points in ``sys.path``, again once a folder changes."""
+    return entry_points(group=group)
 
 
 def _distribution(point: EntryPoint) -> str:

@@ -65,7 +65,7 @@ class Efficiency:
 
     def of(self, unit: Unit, peak: float, operator: Operator, spec: DeviceSpec) -> float:
         """That of an operator on a unit of a form of device, whose peak rate is known."""
-        times = self.forms.get(spec.name, 1.0) * powered(spec, peak) ** self.power
+        times: float = self.forms.get(spec.name, 1.0) * powered(spec, peak) ** self.power
         if operator.is_convolution:
             shares = self.convolution_vector, self.convolution_tf32, self.convolution_half
             return times * dict(zip(UNITS, shares, strict=True))[unit]
