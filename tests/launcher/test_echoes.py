@@ -177,7 +177,8 @@ class Processes:
         line.theirs.close()
         line.close()
 
-    def restart(self, config: LaunchConfig, number: int, ranks: dict[str, int]) -> None:
+    def start(self, entry: str, config: LaunchConfig, number: int, ranks: dict[str, int]) -> None:
+        assert entry == "restart"
         self.held |= {name: WorkerLine() for name in ranks}
 
 

@@ -20,7 +20,7 @@ class Leaving(Processes):
 
     done: frozenset[str] = frozenset()
 
-    def join(self, *given: object) -> None: ...
+    def start(self, *given: object, **named: object) -> None: ...
 
     def is_done(self, name: str) -> bool:
         return name in self.done

@@ -287,13 +287,9 @@ class Processes:
         self.generations = Repartitions(launched, self)
         self.generations.tick(0)
 
-    def follow(self, config: Any, number: int, ranks: dict[str, int]) -> None:
+    def start(self, entry: str, config: Any, number: int, ranks: dict[str, int]) -> None:
         self.codes |= dict.fromkeys(ranks, 0)
-        self.started = ("follow", number, tuple(ranks))
-
-    def restart(self, config: Any, number: int, ranks: dict[str, int]) -> None:
-        self.codes |= dict.fromkeys(ranks, 0)
-        self.started = ("restart", number, tuple(ranks))
+        self.started = (entry, number, tuple(ranks))
 
     def lines(self) -> dict[str, Any]:
         return {}
