@@ -34,8 +34,8 @@ class Efficiency:
         vector: Of 32-bit products on vector units.
         tf32: Of 32-bit products on matrix units.
         half: Of 16-bit products on matrix units.
-        convolution_vector: Of convolutions on vector units. May be above 1: cuDNN's algorithms take
-            fewer operations than are counted.
+        convolution_vector: Of convolutions on vector units. This and the next two may be above 1:
+            cuDNN's algorithms take fewer operations than are counted.
         convolution_tf32: Of convolutions of 32 bits on matrix units.
         convolution_half: Of convolutions of 16 bits on matrix units.
         memory: Of the memory's bandwidth.

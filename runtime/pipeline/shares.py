@@ -196,9 +196,8 @@ class StageShares(Units):
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
                 self._own_hooks.add(parameter, partial(self._take, index))
-        for (
-            optimizer
-        ) in session.optimizers:  # slices of states that are there before the first step
+        # Optimizers may have states before the first step: slices of them stay.
+        for optimizer in session.optimizers:
             for name, parameter in zip(names, self._parameters, strict=True):
                 held = optimizer.state.get(parameter, {})
                 held.update({key: self.own_part(name, value) for key, value in held.items()})
