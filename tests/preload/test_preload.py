@@ -60,7 +60,7 @@ print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item(),
 PEAKS = """
 import json, torch._dynamo, hetflow.runtime.worker
 from hetflow.devices.memory import peak_memory_bytes, resident_memory_bytes, status_bytes
-print(json.dumps([peak_bytes(), status_bytes("VmHWM"), resident_memory_bytes()]))
+print(json.dumps([peak_memory_bytes(), status_bytes("VmHWM"), resident_memory_bytes()]))
 """
 
 
