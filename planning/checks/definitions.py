@@ -395,7 +395,8 @@ def stage_seconds(
         num_updates = 1.0
     busy = rounds * compute_seconds + num_updates * update_seconds
     rings = num_updates * all_reduce_seconds
-    return max(busy, rings) / count
+    # Arrays of stages go where numbers do, here and below.
+    return np.maximum(busy, rings) / count  # type: ignore[no-any-return]
 
 
 def thesis_seconds(
@@ -403,7 +404,8 @@ def thesis_seconds(
 ) -> float:
     """The stage cost of the thesis's text (2.4.1), in seconds: max(C, 2(m-1) w / B) / m."""
     others = num_replicas - 1
-    return max(compute_seconds, 2 * others * weight_bytes / bytes_per_second) / num_replicas
+    rings = 2 * others * weight_bytes / bytes_per_second
+    return np.maximum(compute_seconds, rings) / num_replicas  # type: ignore[no-any-return]
 
 
 def boundary_seconds(

@@ -516,9 +516,9 @@ def _flat_stage(plan: Plan, problem: PipelineProblem, index: int) -> float:
     replicas = plan.stages[index].num_replicas
     if problem.stage_cost == "thesis":
         span = _span(plan, problem, index)
-        return definitions.thesis_seconds(compute, weights, replicas, span)
+        return float(definitions.thesis_seconds(compute, weights, replicas, span))
     update, rings = (of(plan, problem, index) for of in (_update_seconds, _reduce_seconds))
-    return definitions.stage_seconds(problem, compute, update, replicas, rings)
+    return float(definitions.stage_seconds(problem, compute, update, replicas, rings))
 
 
 def _update_seconds(plan: Plan, problem: PipelineProblem, index: int) -> float:

@@ -267,13 +267,16 @@ class _Model:
         weights: Any = self.weights  # arrays go where numbers do
         rings: Any = definitions.reduce_seconds(problem, pool, weights, replicas, link)
         count = problem.num_microbatches
+        figure: Any
         if problem.minimises == "step_seconds":
             left_forward, left_backward = self._left(replicas, workers)
             figure = left_forward * forward + left_backward * backward
         else:
-            compute = forward + backward
-            per_input = np.vectorize(self._per_input)
-            figure = per_input(compute, self.weights, update, rings, replicas, link)
+            compute: Any = forward + backward
+            if problem.stage_cost == "thesis":
+                figure = definitions.thesis_seconds(compute, weights, replicas, link)
+            else:
+                figure = definitions.stage_seconds(problem, compute, update, replicas, rings)
             message = definitions.message_seconds(problem)
             before = 2 * (message + self.inputs / self._fastest_pair())
             # Nothing is sent into the first stage.
@@ -334,13 +337,6 @@ class _Model:
         return definitions.StageContents(
             self.weights + self.copied, self.split, kept, most, with_all, none, self.inputs, sent
         )
-
-    def _per_input(
-        self, compute: float, weights: float, update: float, ring: float, replicas: int, link: float
-    ) -> float:
-        if self.problem.stage_cost == "thesis":
-            return definitions.thesis_seconds(compute, weights, replicas, link)
-        return definitions.stage_seconds(self.problem, compute, update, replicas, ring)
 
     def _left(self, replicas: int, workers: int) -> tuple[int, int]:
         """Passes that a stage has left at least when its first gradient arrives."""
