@@ -18,6 +18,7 @@ from hetflow.tests.programs import COMMANDS, Program
 MARK = "HETFLOW_TEST_CAMPAIGN"
 # What a launch sets for its workers: with these, one preloaded process serves commands and workers.
 _SETTINGS = {**pins("elastic"), "PYTHONUNBUFFERED": "1"}
+OWN_PRELOADED_EVERY = 4
 
 
 class Processes:
@@ -82,6 +83,9 @@ class Processes:
 class Commands:
     """Starts commands that have the mark, as forks of one preloaded process that has it too.
 
+    Their workers are forked from it as well. Every fourth command starts a preloaded process of its
+    own instead, as a launch does for users.
+
     Args:
         processes: The mark.
         socket: Where the preloaded process listens; it was started with the mark.
@@ -91,6 +95,7 @@ class Commands:
     def __init__(self, processes: Processes, socket: Path, preload: Preload) -> None:
         self.processes = processes
         self._socket, self._preload = str(socket), preload
+        self._num_started = 0
 
     def start(
         self,
@@ -99,7 +104,6 @@ class Commands:
         temporary: Path,
         stdout: int | IO[bytes],
         stderr: int,
-        shares_preloaded: bool = True,
     ) -> Program:
         """Start a command of hetflow.
 
@@ -108,11 +112,11 @@ class Commands:
             temporary: Its folder for temporary files.
             stdout: As for ``subprocess.Popen``.
             stderr: As ``stdout``.
-            shares_preloaded: Whether its workers are forked from the same preloaded process; else
-                a launch starts one of its own, as it does for users.
         """
+        self._num_started += 1
+        has_own = self._num_started % OWN_PRELOADED_EVERY == 0
         environment = {**self.processes.environment, "TMPDIR": str(temporary)}
-        environment[VARIABLE] = self._socket if shares_preloaded else ""
+        environment[VARIABLE] = "" if has_own else self._socket
         forked = self._preload.start(command, environment, stdout=stdout, stderr=stderr)
         if forked is None:
             raise RuntimeError("the campaign's preloaded process has ended")

@@ -31,9 +31,6 @@ LIMIT_SECONDS = 200.0  # for any one thing to happen; a hang otherwise
 HEARTBEAT_SECONDS = 3.0
 CHECKPOINT_EVERY = 5
 NUM_EPOCHS = 40  # of five steps: for 25 faults
-OWN_PRELOADED_EVERY = (
-    4  # the first launch of a run, the fifth, ... has a preloaded process of its own
-)
 FULL_DISK_BYTES = 128 << 10  # less than a checkpoint, more than any other file of a worker
 REFUSED = "none of the checkpoints there can be used"
 UNWRITTEN = "the checkpoint was not written"
@@ -170,7 +167,6 @@ class Run:
                 temporary=self.folder / "tmp",
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                shares_preloaded=self.num_launches % OWN_PRELOADED_EVERY != 1,
             )
         self._launchers.append(launcher)
         self._outputs.append(output)
