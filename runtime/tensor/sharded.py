@@ -248,14 +248,16 @@ class ShardedModel:
                     self._forwards.append((module, _gathering(module.forward, group)))
                 elif group.degree > 1 and isinstance(module, nn.Dropout):
                     self._forwards.append((module, partial(dropped_tokens, module, group)))
-        if group.degree == 1:
-            return
         for name, role in sharing.roles.items():
             if role.style == "inner":
                 continue
             module = model.get_submodule(name)
-            self._forwards.append((module, self._forward_of(name, module, role, group)))
+            # A lone worker's graph has the same calls: its stage is cut as the others cut theirs.
             self._opaque.append((module, opaque_forward(module, role, group.degree)))
+            if group.degree > 1:
+                self._forwards.append((module, self._forward_of(name, module, role, group)))
+        if group.degree == 1:
+            return
         for name, attributes in sharing.sizes.items():
             module = model.get_submodule(name)
             self._sizes += [(module, attribute, group.degree) for attribute in attributes]

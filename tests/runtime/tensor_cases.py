@@ -32,7 +32,7 @@ from hetflow.runtime.tensor.operators import (
 from hetflow.runtime.tensor.roles import ParameterCut
 from hetflow.schema.errors import HetflowError
 
-GLOBAL_BATCH_SIZE, NUM_SAMPLES, EPOCHS, VOCABULARY, TOKENS = 8, 20, 2, 18, 6
+GLOBAL_BATCH_SIZE, NUM_SAMPLES, EPOCHS, VOCABULARY, TOKENS = 8, 12, 2, 18, 6
 
 
 def zoo():
@@ -43,7 +43,7 @@ def llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -108,7 +108,7 @@ def qwen():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=TOKENS,
         tie_word_embeddings=True,
     )  # fmt: skip
@@ -119,7 +119,7 @@ def neox():
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     config = GPTNeoXConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=4, max_position_embeddings=TOKENS, rotary_pct=0.5,
         hidden_dropout=0.0, attention_dropout=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def bert():
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=4, max_position_embeddings=TOKENS, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
@@ -142,7 +142,7 @@ def vit():
     from transformers import ViTConfig, ViTModel
 
     config = ViTConfig(
-        hidden_size=20, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=20, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
         image_size=(2, TOKENS // 2), patch_size=1, num_channels=1, hidden_dropout_prob=0.0,
     )  # fmt: skip
     return ViTModel(config, add_pooling_layer=False)

@@ -30,7 +30,8 @@ CHUNKS = (FIRST[:5], FIRST[5:], LAST[:3], LAST[3:])  # of two rounds over two po
 APART = ((*FIRST, *LAST[:2]), LAST[2:])  # between two layers that are cut
 AT_NORM = ((*FIRST, *LAST[:1]), LAST[1:])  # behind a norm
 
-# Layers of transformers' models as torch.export finds them, in two stages.
+# Layers of transformers' models as torch.export finds them, in two stages. All but GPT-2 have one
+# block: exporting two takes longer, and shows no more.
 GPT2_BLOCK = (
     "ln_1", "attn.c_attn", "attn.c_proj", "attn.resid_dropout", "ln_2", "mlp.c_fc", "mlp.act",
     "mlp.c_proj", "mlp.dropout",
@@ -63,27 +64,38 @@ def halves(before: tuple[str, ...], place: str, block: tuple[str, ...], behind: 
     return (*before, *first), (*second, *behind)
 
 
+def named(prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{name}" for name in names)
+
+
 GPT2 = halves(
     ("transformer.wte", "transformer.wpe", "transformer.drop"), "transformer.h", GPT2_BLOCK,
     ("transformer.ln_f", "lm_head"),
 )  # fmt: skip
-QWEN = halves(("model.embed_tokens",), "model.layers", QWEN_BLOCK, ("model.norm", "lm_head"))
-BERT = halves(
-    tuple(f"bert.embeddings.{name}" for name in ("word_embeddings", "token_type_embeddings",
-          "position_embeddings", "LayerNorm", "dropout")),
-    "bert.encoder.layer", BERT_BLOCK,
-    tuple(f"cls.predictions.{name}" for name in ("transform.dense", "transform.transform_act_fn",
+QWEN = (  # between two layers that are cut
+    ("model.embed_tokens", *named("model.layers.0", QWEN_BLOCK[:2])),
+    (*named("model.layers.0", QWEN_BLOCK[2:]), "model.norm", "lm_head"),
+)
+BERT = (
+    (
+        *named("bert.embeddings", ("word_embeddings", "token_type_embeddings",
+               "position_embeddings", "LayerNorm", "dropout")),
+        *named("bert.encoder.layer.0", BERT_BLOCK),
+    ),
+    named("cls.predictions", ("transform.dense", "transform.transform_act_fn",
           "transform.LayerNorm", "decoder")),
 )  # fmt: skip
-NEOX = halves(
-    ("gpt_neox.embed_in", "gpt_neox.emb_dropout"), "gpt_neox.layers", NEOX_BLOCK,
+NEOX = (
+    ("gpt_neox.embed_in", "gpt_neox.emb_dropout", *named("gpt_neox.layers.0", NEOX_BLOCK)),
     ("gpt_neox.final_layer_norm", "lm_head"),
-)  # fmt: skip
-VIT = halves(
-    ("embeddings.patch_embeddings.projection", "embeddings.dropout"),
-    "layers",
-    VIT_BLOCK,
-    ("layernorm",),
+)
+VIT = (
+    (
+        "embeddings.patch_embeddings.projection",
+        "embeddings.dropout",
+        *named("layers.0", VIT_BLOCK[:-1]),
+    ),
+    (*named("layers.0", VIT_BLOCK[-1:]), "layernorm"),
 )
 IDS = TracedInput(name="input_ids", shape=(2, 6), dtype="int64")
 PIXELS = TracedInput(name="pixel_values", shape=(2, 1, 2, 3), dtype="float64")
@@ -129,7 +141,6 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "dropout-cores": ("dropping:sgd:", [(WHOLE, (2,))]),
         "qwen": ("qwen:sgd:clip", [(WHOLE, (2,))]),
         "groups": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
-        "groups-shards": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
         "groups-gradients-shards": ("zoo:groups:clip-inf", [(WHOLE, (1, 1))]),
         "whole": ("zoo:adafactor:clip", [(WHOLE, (1, 1))]),
         "whole-shards": ("zoo:adafactor:clip", [(WHOLE, (1, 1))]),
@@ -162,11 +173,13 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "apart": ("zoo:sgd:", [(APART[0], (2,)), (APART[1], (1,))]),
         "sized": ("sized:sgd:clip", [(FIRST, (2,)), (LAST, (1,))]),
         "chunks": ("zoo:sgd:clip", [(part, (2 - place % 2,)) for place, part in enumerate(CHUNKS)]),
+        "exported-bert": ("bert:adam:clip-unseen", [(BERT[0], (2,)), (BERT[1], (1,))]),
+        "exported-neox": ("neox:adam:clip-unseen", [(NEOX[0], (2,)), (NEOX[1], (1,))]),
+        "exported-vit": ("vit:sgd:clip-inf", [(VIT[0], (2,)), (VIT[1], (1,))]),
     }),
     "p2-t2": (4, {
         "zoo": ("zoo:adam:clip-inf", [(FIRST, (2,)), (LAST, (2,))]),
         "apart": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
-        "tokens": ("zoo:adam:clip-inf", [(FIRST, (2,)), (LAST, (2,))]),
         "apart-tokens": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
         "norm-tokens": ("zoo:sgd:clip", [(AT_NORM[0], (2,)), (AT_NORM[1], (2,))]),
         "d2": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
@@ -174,23 +187,16 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "chunks-cores": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
         "exported-gpt2-cores": ("gpt2:sgd:clip-unseen", [(GPT2[0], (2,)), (GPT2[1], (2,))]),
-        "exported-bert": ("bert:adam:clip-unseen", [(BERT[0], (2,)), (BERT[1], (2,))]),
-        "exported-neox": ("neox:adam:clip-unseen", [(NEOX[0], (2,)), (NEOX[1], (2,))]),
-        "exported-vit": ("vit:sgd:clip-inf-unseen", [(VIT[0], (2,)), (VIT[1], (2,))]),
-        "exported-qwen-apart": (
-            "qwen:adam:clip", [((*QWEN[0], *QWEN[1][:2]), (2,)), (QWEN[1][2:], (2,))]
-        ),
+        "exported-qwen": ("qwen:adam:clip-unseen", [(QWEN[0], (2,)), (QWEN[1], (2,))]),
         "sized-chunks": ("sized:sgd:clip", [(part, (2,)) for part in CHUNKS]),
         "apart-cores": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
-        "d2-unlike-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "d2-unlike-gradients-shards": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
         "chunks-d2-gradients-shards": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
         "exported-qwen-weights-unlike-again": (
-            "qwen:sgd:clip-inf-unseen", [((*QWEN[0], *QWEN[1][:2]), (1, 1)), (QWEN[1][2:], (1, 1))]
+            "qwen:sgd:clip-inf-unseen", [(QWEN[0], (1, 1)), (QWEN[1], (1, 1))]
         ),
     }),
     "p2-t2-d2": (8, {
-        "zoo": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))]),
         "weights": ("zoo:sgd:clip", [(APART[0], (2, 2)), (APART[1], (2, 2))]),
         "chunks": ("zoo:sgd:clip", [(part, (2, 2)) for part in CHUNKS]),
     }),
@@ -199,8 +205,6 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "zoo-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "zoo-gradients-shards": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "weights-unlike-tokens": ("zoo:sgd:clip", [(WHOLE, (2, 2))]),
-        "tokens": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
-        "again": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "t4": ("zoo:sgd:clip", [(WHOLE, (4,))]),
     }),
 }  # fmt: skip
@@ -353,7 +357,7 @@ def test_replicas_have_the_gradients_of_what_they_update(worlds: Worlds) -> None
     ("world", "name", "replicas"),
     [
         ("t2", "d2-shards", 2),
-        pytest.param("t2-more", "groups-shards", 2, marks=pytest.mark.slow),
+        pytest.param("t2-more", "groups-gradients-shards", 2, marks=pytest.mark.slow),
         pytest.param("t2-1", "d3-shards", 3, marks=pytest.mark.slow),
         pytest.param("t2-d2", "zoo-shards", 2, marks=pytest.mark.slow),
     ],
@@ -362,7 +366,8 @@ def test_replicas_share_the_optimizer_s_state(
     world: str, name: str, replicas: int, worlds: Worlds
 ) -> None:
     """All keep together what one keeps otherwise, each about as much."""
-    whole = [answer[name.removesuffix("-shards")]["kept"] for answer in worlds[world]]
+    plain = name.removesuffix("-shards").removesuffix("-gradients")
+    whole = [answer[plain]["kept"] for answer in worlds[world]]
     kept = [answer[name]["kept"] for answer in worlds[world]]
     assert whole[0] > 0
     assert sum(kept) <= sum(whole) / replicas
@@ -423,7 +428,7 @@ def test_a_checkpoint_loads_under_other_degrees(
                 found = answer["load"]
                 assert "error" not in found, found
                 # What was saved is the whole first epoch, whose steps are not run again.
-                assert found["losses"] == pytest.approx(expected["losses"][3:], rel=1e-10)
+                assert found["losses"] == pytest.approx(expected["losses"][2:], rel=1e-10)
                 torch.testing.assert_close(
                     found["state"], expected["state"], rtol=1e-10, atol=1e-10
                 )
@@ -452,7 +457,7 @@ def test_a_checkpoint_loads_sharded_or_not(
             found = answer[name]
             assert "error" not in found, found
             if name.startswith("load"):
-                assert found["losses"] == pytest.approx(expected["losses"][3:], rel=1e-10)
+                assert found["losses"] == pytest.approx(expected["losses"][2:], rel=1e-10)
                 torch.testing.assert_close(
                     found["state"], expected["state"], rtol=1e-10, atol=1e-10
                 )
