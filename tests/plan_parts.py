@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
+from hetflow.schema.parallel import Recompute
 from hetflow.schema.plan import Alternative, Plan, ReplicaGroup, Stage, device_group, passes_of
 from hetflow.schema.plan import split_plan as split_plan
 from hetflow.schema.schedule import traits
@@ -74,16 +76,11 @@ def pipeline_plan(
     **facts: Any,
 ) -> Plan:
     """A pipeline of single devices."""
-    made = []
-    for stage in stages:
-        (group,) = stage.replicas
-        rounds = -(-num_microbatches // stage.num_replicas)
-        passes = replace(
-            group, samples=global_batch_size, virtual_nodes=rounds,
-            virtual_node_batch_size=microbatch_size,
-        )  # fmt: skip
-        kept = "full" if recompute else "none"
-        made.append(replace(stage, replicas=(passes,), recompute=kept))
+    kept = "full" if recompute else "none"
+    made = [
+        _with_passes(stage, global_batch_size, num_microbatches, microbatch_size, kept)
+        for stage in stages
+    ]
     first = [(stage.device_type, stage.first_device) for stage in stages]
     chunks = first.count(first[0]) if traits(schedule).is_chunked else 1
     return Plan(
@@ -96,6 +93,16 @@ def pipeline_plan(
         objective="step_seconds" if objective == "step" else objective,
         **{"workers": "at_most", **facts},
     )
+
+
+@lru_cache(maxsize=4096)  # an oracle makes thousands of plans of the same stages
+def _with_passes(stage: Stage, samples: int, number: int, size: int, kept: Recompute) -> Stage:
+    (group,) = stage.replicas
+    passes = replace(
+        group, samples=samples, virtual_nodes=-(-number // stage.num_replicas),
+        virtual_node_batch_size=size,
+    )  # fmt: skip
+    return replace(stage, replicas=(passes,), recompute=kept)
 
 
 def parallel_plan_of(

@@ -474,13 +474,16 @@ def seconds_per_input(plan: Plan, problem: PipelineProblem) -> float:
     prices = prices_of(problem)
     if prices is not None:
         return prices.objective(plan, problem)
-    return max(
-        [_flat_stage(plan, problem, index) for index in range(len(plan.stages))]
-        + [
-            _weighed_boundary(plan, problem, cut, _boundary_link(plan, problem, cut))
-            for cut in range(1, len(plan.stages))
-        ]
-    )
+    return max(price_with_boundary(plan, problem, index) for index in range(len(plan.stages)))
+
+
+def price_with_boundary(plan: Plan, problem: PipelineProblem, index: int) -> float:
+    """Seconds per input of a stage of a flat plan, or of the boundary before it if that is more."""
+    own = _flat_stage(plan, problem, index)
+    if not index:
+        return own
+    link = _boundary_link(plan, problem, index)
+    return max(own, _weighed_boundary(plan, problem, index, link))
 
 
 def sums(plan: Plan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:

@@ -258,7 +258,7 @@ class _Model:
         forward = forward + own_forward
         link = _fastest(pool, replicas)
         total = max(sum(layer.weight_bytes for layer in problem.layers), 1)
-        update = pool.update_seconds * self.weights / total
+        update: Any = pool.update_seconds * self.weights / total
         shared: Any = self.split
         tied: Any = np.zeros_like(self.split)
         if shared.any():

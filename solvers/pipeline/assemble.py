@@ -193,22 +193,27 @@ def names_between(
 
 
 def explain(
-    problem: PipelineProblem, costs: StageCosts, space: PlacementSpace, search: PlacementSearch
+    problem: PipelineProblem,
+    costs: StageCosts,
+    space: PlacementSpace,
+    search: PlacementSearch,
+    fits: PlacementSearch,
 ) -> InfeasibleError:
     """Find how many bytes more a device would need, and the stage that needs them.
 
-    ``costs`` are of the option that needs the least memory; ``search`` is asked for larger memory.
+    ``costs`` are of the option that needs the least memory; ``fits`` finds any placement in larger
+    memory, of which ``search`` then finds the best.
     """
-    if search(problem, costs, space, float("inf")) is None:
+    if fits(problem, costs, space, float("inf")) is None:
         more = ", or another batch" if problem.launchable else ""
         hint = f"use fewer workers or stages, or at_most{more}"
         return InfeasibleError(_counts(problem), hint=hint)
     low, high = 0.0, 1.0
-    while search(problem, costs, space, high) is None:
+    while fits(problem, costs, space, high) is None:
         low, high = high, high * 4
     while high - low > max(1.0, 1e-6 * high):
         middle = (low + high) / 2
-        if search(problem, costs, space, middle) is None:
+        if fits(problem, costs, space, middle) is None:
             low = middle
         else:
             high = middle

@@ -46,15 +46,17 @@ def search_line(
     *,
     below: float = np.inf,
     effort: Effort = DEFAULT,
+    improves: bool = True,
 ) -> list[PlacedStage] | None:
     """Find the best placement, first stage first; None where nothing fits the memory.
 
-    Exact up to one part in 10^12. Arguments and errors as of ``search_graph``.
+    Exact up to one part in 10^12; any placement, where it ``improves`` none. Arguments and errors
+    as of ``search_graph``.
     """
     line = MoveLine(problem, costs, space, extra_bytes, effort)
     placed = line.place(below)
-    if placed is None:
-        return None
+    if placed is None or not improves:
+        return placed
     high, low, halvings = objective(costs, placed), 0.0, 0
     probe = False
     while high > low * (1 + TOLERANCE) and high > 0:

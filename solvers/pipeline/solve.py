@@ -104,7 +104,9 @@ def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort
     if not found:
         if task.was_stopped:
             return _stopped(problem, tables)
-        raise explain(problem, tables[-1], space, _search(problem, cuts, method))
+        search = _search(problem, cuts, method)
+        fits = partial(search_line, improves=False) if search is search_line else search
+        raise explain(problem, tables[-1], space, search, fits)
     return (
         _least_step(task, found)
         if problem.minimises == "step_seconds"

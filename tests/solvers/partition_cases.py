@@ -3,20 +3,26 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import strategies as st
 
 from hetflow.formats.importers.pipedream import read_graph, without_placeholders
-from hetflow.planning.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
+from hetflow.planning.checks.pipeline import (
+    check,
+    price_with_boundary,
+    seconds_per_input,
+    stage_memory,
+    timed_stage,
+)
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
-from hetflow.schema.plan import NestedBlock, Plan, Prediction, Proof
+from hetflow.schema.plan import NestedBlock, Plan, Prediction, Proof, Stage
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.data import reference
 from hetflow.tests.plan_parts import pipeline_plan, pipeline_stage
@@ -51,6 +57,9 @@ def chain(
     }  # fmt: skip
     return PipelineProblem(layers=layers, pools=(pool,), **filled)
 
+
+Placed = Sequence[tuple[str, int, int] | tuple[str, int, int, tuple[int, ...]]]
+"""[stages] device type, first device, replicas; and all its devices where these are no run."""
 
 SGD = OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0)
 TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0])
@@ -162,14 +171,25 @@ def saved_by(saver: int, maker: int, size: int) -> dict[str, Any]:
 
 
 def partitions(problem: PipelineProblem) -> Iterator[list[tuple[str, ...]]]:
-    """Every way to deal the layers into numbered stages with no edge going back."""
+    """Every way to deal the layers into numbered stages with no edge going back.
+
+    Each stage holds a device, so there are no more of them.
+    """
     size = len(problem.layers)
-    for count in range(1, size + 1):
-        for stage_of in itertools.product(range(count), repeat=size):
-            if len(set(stage_of)) < count:
-                continue
-            if any(stage_of[s] > stage_of[t] for s, t in problem.links):
-                continue
+    sources = [[s for s, t in problem.links if t == layer] for layer in range(size)]
+
+    def extend(stage_of: list[int], count: int) -> Iterator[list[int]]:
+        layer = len(stage_of)
+        if layer == size:
+            if len(set(stage_of)) == count:
+                yield stage_of
+            return
+        first = max((stage_of[source] for source in sources[layer]), default=0)
+        for stage in range(first, count):
+            yield from extend([*stage_of, stage], count)
+
+    for count in range(1, min(size, problem.num_devices) + 1):
+        for stage_of in extend([], count):
             yield [
                 tuple(problem.layers[i].id for i in range(size) if stage_of[i] == stage)
                 for stage in range(count)
@@ -199,18 +219,23 @@ def any_placements(
 ) -> Iterator[list[tuple[str, int, int, tuple[int, ...]]]]:
     """Every choice of devices of one type for each stage, in any order and on any servers.
 
-    Devices of a lowest component are alike, so its first free ones stand for all.
+    Devices of a lowest component are alike, so its first free ones stand for all. So are such
+    components of which none is taken, where there are no more than two levels.
     """
+    assert all(len(pool.levels) <= 2 for pool in problem.pools)
     widths = {pool.device_type: pool.levels[0].num_components for pool in problem.pools}
 
-    def chosen(free: tuple[int, ...], wanted: int) -> Iterator[tuple[int, ...]]:
-        """How many devices of each component, ``wanted`` in all."""
+    def chosen(
+        free: tuple[int, ...], wanted: int, width: int, most: int
+    ) -> Iterator[tuple[int, ...]]:
+        """How many devices of each component; of whole ones, most of the first."""
         if not free:
             if wanted == 0:
                 yield ()
             return
-        for taken in range(min(free[0], wanted) + 1):
-            for rest in chosen(free[1:], wanted - taken):
+        is_whole = free[0] == width
+        for taken in range(min(free[0], wanted, most if is_whole else width) + 1):
+            for rest in chosen(free[1:], wanted - taken, width, taken if is_whole else most):
                 yield (taken, *rest)
 
     def extend(
@@ -222,8 +247,8 @@ def any_placements(
         for name, left in free.items():
             most = sum(left) if problem.replication else min(1, sum(left))
             for m in range(1, most + 1):
-                for taken in chosen(left, m):
-                    width = widths[name]
+                width = widths[name]
+                for taken in chosen(left, m, width, width):
                     devices = tuple(
                         width * (server + 1) - left[server] + number
                         for server, some in enumerate(taken)
@@ -241,10 +266,13 @@ def any_placements(
     yield from extend(components, [])
 
 
+_stage = lru_cache(maxsize=4096)(pipeline_stage)
+
+
 def plan_of(
     problem: PipelineProblem,
     stages: list[tuple[str, ...]],
-    placed: Sequence[tuple[str, int, int] | tuple[str, int, int, tuple[int, ...]]],
+    placed: Placed,
     recompute: bool,
     nesting: list[tuple[NestedBlock, ...]] | None = None,
 ) -> Plan:
@@ -257,7 +285,7 @@ def plan_of(
         schedule=problem.schedule,
         recompute=recompute,
         stages=tuple(
-            pipeline_stage(
+            _stage(
                 layers=names, num_replicas=m, device_type=kind, first_device=first,
                 devices=devices[0] if devices else (),
                 num_in_flight=1, weight_versions=1, seconds_per_input=0.0, compute_seconds=0.0,
@@ -276,15 +304,13 @@ def plan_of(
     )  # fmt: skip
 
 
-def fits(plan: Plan, problem: PipelineProblem) -> bool:
-    limits = {pool.device_type: pool.memory_bytes for pool in problem.pools}
-    aside = {pool.device_type: pool.workspace_bytes for pool in problem.pools}
-    return all(
-        limits[stage.device_type] is None
-        or stage_memory(plan, problem, index)[1] + aside[stage.device_type]
-        <= limits[stage.device_type]
-        for index, stage in enumerate(plan.stages)
-    )
+def fits(plan: Plan, problem: PipelineProblem, index: int) -> bool:
+    stage = plan.stages[index]
+    [pool] = (pool for pool in problem.pools if pool.device_type == stage.device_type)
+    if pool.memory_bytes is None:
+        return True
+    used = stage_memory(plan, problem, index)[1]
+    return used + pool.workspace_bytes <= pool.memory_bytes
 
 
 def replayed_step(plan: Plan, problem: PipelineProblem) -> float:
@@ -292,7 +318,33 @@ def replayed_step(plan: Plan, problem: PipelineProblem) -> float:
 
     The step's fixed cost included.
     """
-    stages = [timed_stage(plan, problem, index) for index in range(len(plan.stages))]
+    stages = (timed_stage(plan, problem, index) for index in range(len(plan.stages)))
+    return replayed(problem, [times_of(stage) for stage in stages]) + fixed_cost(plan, problem)
+
+
+class Times(NamedTuple):
+    """What a replay asks of a stage."""
+
+    num_replicas: int
+    forward: float
+    backward: float
+    one_way: float
+    end: float
+
+
+def times_of(stage: Stage) -> Times:
+    end = stage.reduce_seconds if stage.num_replicas > 1 else 0.0
+    return Times(
+        num_replicas=stage.num_replicas,
+        forward=stage.forward_seconds,
+        backward=stage.compute_seconds - stage.forward_seconds,
+        one_way=stage.output_seconds / 2,
+        end=end + stage.update_seconds + (stage.tied_seconds or 0.0),
+    )
+
+
+def replayed(problem: PipelineProblem, stages: Sequence[Times]) -> float:
+    """The step of stages, pass by pass, without its fixed cost."""
     left = _passes(problem, [stage.num_replicas for stage in stages])
     ready = {("F", 0, k): 0.0 for k in range(problem.num_microbatches)}
     now, links = dict.fromkeys(left, 0.0), {}
@@ -304,8 +356,7 @@ def replayed_step(plan: Plan, problem: PipelineProblem) -> float:
                 passes and (arrived := ready.get((passes[0][0], index, passes[0][1]))) is not None
             ):
                 kind, k = passes.pop(0)
-                forward = stage.forward_seconds
-                seconds = forward if kind == "F" else stage.compute_seconds - forward
+                seconds = stage.forward if kind == "F" else stage.backward
                 end = now[index, replica] = max(now[index, replica], arrived) + seconds
                 if kind == "F" and index == last:
                     ready["B", index, k] = end
@@ -314,20 +365,21 @@ def replayed_step(plan: Plan, problem: PipelineProblem) -> float:
                 if other < 0:
                     continue
                 link = (index, replica, other, k % stages[other].num_replicas)
-                one_way = stages[min(index, other)].output_seconds / 2
+                one_way = stages[min(index, other)].one_way
                 links[link] = max(end, links.get(link, 0.0)) + one_way
                 ready[kind, other, k] = links[link]
-    ends = []
-    for index, stage in enumerate(stages):
-        end = max(now[index, replica] for replica in range(stage.num_replicas))
-        end += stage.reduce_seconds if stage.num_replicas > 1 else 0.0
-        ends.append(end + stage.update_seconds + (stage.tied_seconds or 0.0))
-    return max(ends) + fixed_cost(plan, problem)
+    return max(
+        max(now[index, replica] for replica in range(stage.num_replicas)) + stage.end
+        for index, stage in enumerate(stages)
+    )
 
 
 def fixed_cost(plan: Plan, problem: PipelineProblem) -> float:
     """Of a step on the device types of a plan: the dearest one's; the papers' prices know none."""
-    used = {stage.device_type for stage in plan.stages}
+    return _fixed_cost(problem, {stage.device_type for stage in plan.stages})
+
+
+def _fixed_cost(problem: PipelineProblem, used: set[str]) -> float:
     costs = [pool.fixed_seconds for pool in problem.pools if pool.device_type in used]
     return max(costs) if problem.stage_cost == "ring" else 0.0
 
@@ -379,30 +431,68 @@ def best_flat(problem: PipelineProblem, placements=any_placements) -> float | No
 
     ``placements`` gives the devices of so many stages: any (the default), or ``runs`` in order.
     """
-    judge = replayed_step if problem.minimises == "step_seconds" else seconds_per_input
     best = None
     options = (False, True) if problem.recompute is None else (problem.recompute,)
     for stages in partitions(problem):
         if not problem.traits.flushes and splits_tied_weights(problem, stages):
             continue
+        if problem.num_stages not in (None, len(stages)):
+            continue
+        if problem.most_stages is not None and len(stages) > problem.most_stages:
+            continue
+        judges = [_Counted(problem, stages, recompute) for recompute in options]
         for placed in placements(problem, len(stages)):
             counts = tuple(entry[2] for entry in placed)
             if problem.workers == "exactly" and sum(counts) < problem.num_devices:
                 continue
-            if problem.num_stages not in (None, len(stages)):
-                continue
             if problem.most_devices is not None and sum(counts) > problem.most_devices:
-                continue
-            if problem.most_stages is not None and len(stages) > problem.most_stages:
                 continue
             if problem.launchable and not launches(problem, counts):
                 continue
-            for recompute in options:
-                plan = plan_of(problem, stages, placed, recompute)
-                seconds = judge(plan, problem)
-                if (best is None or seconds < best) and fits(plan, problem):
+            for judge in judges:
+                seconds = judge.seconds(placed)
+                if (best is None or seconds < best) and judge.fits(placed):
                     best = seconds
     return best
+
+
+class _Counted:
+    """What the judge counts in all plans of the same layers a stage.
+
+    A stage is asked for once for all plans in which the same devices hold it and its neighbour:
+    nothing that it takes depends on others. Its memory does on how many devices follow.
+    """
+
+    def __init__(
+        self, problem: PipelineProblem, stages: list[tuple[str, ...]], recompute: bool
+    ) -> None:
+        self.problem, self.stages, self.recompute = problem, stages, recompute
+        self.known: dict[Any, Any] = {}
+
+    def _each(self, of: Callable, placed: Placed, keys: list[Any]) -> list[Any]:
+        """[stages] what a function says of each, by what it depends on."""
+        plan = None
+        for index, key in enumerate(keys):
+            if (of, index, key) not in self.known:
+                plan = plan or plan_of(self.problem, self.stages, placed, self.recompute)
+                self.known[of, index, key] = of(plan, self.problem, index)
+        return [self.known[of, index, key] for index, key in enumerate(keys)]
+
+    def seconds(self, placed: Placed) -> float:
+        numbers = range(len(placed))
+        if self.problem.minimises != "step_seconds":
+            before = [tuple(placed[max(index - 1, 0) : index + 1]) for index in numbers]
+            return max(self._each(price_with_boundary, placed, before))
+        behind = [tuple(placed[index : index + 2]) for index in numbers]
+        times = tuple(map(times_of, self._each(timed_stage, placed, behind)))
+        if times not in self.known:
+            self.known[times] = replayed(self.problem, times)
+        return self.known[times] + _fixed_cost(self.problem, {kind for kind, *_ in placed})
+
+    def fits(self, placed: Placed) -> bool:
+        counts = tuple(entry[2] for entry in placed)
+        keys = [(kind, counts[index:]) for index, (kind, *_) in enumerate(placed)]
+        return all(self._each(fits, placed, keys))
 
 
 def splits_tied_weights(problem: PipelineProblem, stages: list[tuple[str, ...]]) -> bool:
