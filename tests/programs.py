@@ -23,7 +23,7 @@ from unittest import mock
 
 from hetflow.runtime.preload import VARIABLE, Forked, PreloadError, fork, serving
 
-# What the programs of most tests import and build beside what workers need: they launch.
+# What the programs of most tests import and build beside what workers need: they launch, and save.
 COMMANDS = (
     "hetflow.cli.main",
     "hetflow.cli.launch",
@@ -32,6 +32,7 @@ COMMANDS = (
     "hetflow.runtime.launcher.controller",
     "hetflow.formats.reports.tables",
     "hetflow.schema.run:RunRecord",
+    "torch.distributed.checkpoint",  # scripts of FSDP2 save by it
 )
 
 # The purpose of programs that run scripts of other libraries, and what these import for seconds.
@@ -217,13 +218,14 @@ def run_until_stopped(
     told: Path,
     *,
     timeout: float,
+    env: Mapping[str, str] | None = None,
     cwd: str | Path | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     """The same for a program that gets SIGTERM as soon as a file is there; another says so.
 
     What it has started cannot send it: the parent of a forked process is its preloaded host.
     """
-    program = start(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    program = start(command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + timeout
         while not asks.exists() and program.poll() is None:

@@ -256,8 +256,6 @@ class ShardedModel:
             self._opaque.append((module, opaque_forward(module, role, group.degree)))
             if group.degree > 1:
                 self._forwards.append((module, self._forward_of(name, module, role, group)))
-        if group.degree == 1:
-            return
         for name, attributes in sharing.sizes.items():
             module = model.get_submodule(name)
             self._sizes += [(module, attribute, group.degree) for attribute in attributes]

@@ -41,7 +41,7 @@ x = torch.randn(90, 6, dtype=torch.float64)
 arguments = TrainingArguments(
     folder,
     per_device_train_batch_size=32,
-    max_steps=30,
+    max_steps=12,
     logging_steps=1,
     save_strategy="no",
     report_to="tensorboard",

@@ -76,7 +76,7 @@ def strike(*_):
 
 get_state_dict(bare, optimizer)  # it steps by zeros before the first pass, to have a state
 optimizer.register_step_pre_hook(strike)
-for epoch in range(3):
+for epoch in range(2):
     sampler.set_epoch(epoch)
     for step, (inputs, targets) in enumerate(loader):
         error = (critic(inputs)[:, 0] - inputs.sum(1)).square().mean()
@@ -109,7 +109,7 @@ for epoch in range(3):
     if rank == 0:
         weights = weights if kind == "fsdp" else bare.state_dict()
         torch.save({"model": weights, "optimizer": optimizer.state_dict()}, f"{answer}.pt")
-    if epoch < 2:
+    if epoch < 1:
         found = torch.zeros(2)
         model.eval()
         with torch.no_grad():
