@@ -25,11 +25,11 @@ from hetflow.cli.main import run
 from hetflow.clusters.engines.accounts import Account, account
 from hetflow.clusters.engines.local import LocalEngine
 from hetflow.clusters.engines.protocol import OUTPUT, Fate, Work, progress
-from hetflow.clusters.scheduler import leases, requests
+from hetflow.clusters.scheduler import leases, requests, view
 from hetflow.clusters.scheduler.history import usage
 from hetflow.clusters.scheduler.leases import CHECKPOINT, PLAN
 from hetflow.clusters.scheduler.requests import MOST_OF_USER, SOCKET, Group
-from hetflow.clusters.scheduler.store import FILE, RUN
+from hetflow.clusters.scheduler.store import FILE, RUN, ClusterStore
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import HetflowError, ProblemError
 from hetflow.schema.files import read_plan, to_json, write
@@ -469,7 +469,9 @@ def test_a_job_trains_as_its_submitter(
             until(lambda: (Path(state) / SOCKET).exists())
             ask("submit", "--profiles", "profiles", "--batch-size", "16", "--steps", "200",
                 "--virtual-nodes", "4", "train.py")  # fmt: skip
-            until(lambda: '"state": "done"' in ask("queue", "--json"), 240.0)
+            store = ClusterStore.open(Path(state))
+            until(lambda: view.queue(store)[0].state == "done", 240.0)
+            assert '"state": "done"' in ask("queue", "--json")
             assert "epoch 49" in ask("logs", "1")
             run_folder = Path(state) / "jobs/1/leases/1/run"
             owners = {path.stat().st_uid for path in run_folder.glob("**/*")}
