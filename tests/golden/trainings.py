@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hetflow import runtime as hf
 from hetflow.runtime.protocol.environment import pins
+from hetflow.tests import programs
 
 BATCH, SAMPLES, EPOCHS = 24, 68, 2  # the last batch is short
 
@@ -116,13 +116,11 @@ _REMOVED = ("HETFLOW_", "RANK", "WORLD_SIZE", "SLURM_PROCID")  # what a launch s
 def all_in_a_child(folder: Path) -> dict[str, dict[str, Any]]:
     """Train all of them in a process of their own, which writes its plans to ``folder``."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(_REMOVED)}
-    child = subprocess.run(
+    child = programs.run(
         [sys.executable, "-m", "tests.golden.trainings", str(folder)],
         cwd=Path(__file__).resolve().parents[2],
         env=environment | pins("heterogeneous"),
-        capture_output=True,
-        text=True,
-        check=False,
+        timeout=600.0,
     )
     if child.returncode != 0:
         raise RuntimeError(child.stderr)

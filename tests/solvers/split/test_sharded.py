@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -141,7 +142,7 @@ def most_share(
     kind: ShardedDevices,
     point: BatchPoint,
     shard: str,
-    rounds: int | None,
+    is_one_round: bool,
 ) -> int | None:
     """The most bytes of weights whose states fit; None: not even none do."""
     weights, trained = problem.weight_bytes, problem.weight_bytes - problem.frozen_bytes
@@ -173,10 +174,10 @@ def most_share(
                 + moment.taken_bytes
                 + moment.gradient_bytes
                 + (moment.weight_bytes if shard == "all" else 0)
-                - (rounds == 1) * wide * Fraction(share, weights) * (trained - moment.summed_bytes)
+                - is_one_round * wide * Fraction(share, weights) * (trained - moment.summed_bytes)
                 for moment in point.moments
             )
-        elif rounds == 1 and point.first_pass_bytes is not None:
+        elif is_one_round and point.first_pass_bytes is not None:
             coming = point.first_pass_bytes - point.pass_bytes - problem.second_trained_bytes
             kept = (states + 1) * trained + (weights if shard == "all" else 0)
             passes += Fraction(share, weights) * max(wide * (coming - trained), -kept)
@@ -191,13 +192,13 @@ def most_share(
         last = summed + one if wide == 2 else first  # all sums beside its gradients
         return max(passes, first, last, summed + update)
 
-    fitting = [share for share in range(weights + 1) if peak(share) <= kind.memory_bytes]
-    return max(fitting, default=None)
+    return next((s for s in range(weights, -1, -1) if peak(s) <= kind.memory_bytes), None)
 
 
 def steps(problem: ShardedProblem) -> Iterator[float]:
     """The step of every plan."""
     batch, weights = problem.global_batch_size, problem.weight_bytes
+    share_of = cache(partial(most_share, problem))
     for shard in problem.shards:
         divisors = [n for n in range(1, batch + 1) if batch % n == 0]
         for rounds in [None] if shard == "optimizer" else divisors:
@@ -205,7 +206,7 @@ def steps(problem: ShardedProblem) -> Iterator[float]:
             for kind in problem.devices:
                 taken: list[tuple[int, float, int, ShardedDevices | None]] = [(0, 0.0, 0, None)]
                 for point in problem.allowed(tuple(point for _, point in kind.passes)):
-                    share = most_share(problem, kind, point, shard, rounds)
+                    share = share_of(kind, point, shard, rounds == 1)
                     for passes in [rounds] if rounds else range(1, batch + 1):
                         if share is not None:
                             seconds = passes * point.step_seconds / (rounds or 1)
