@@ -31,7 +31,6 @@ from ...devices.backend import DEVICES
 # Messages are JSON with its length, and descriptors. Nothing is ever unpickled. Both ends belong to
 # one user, which both check (``peer_is_ours``).
 
-
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -144,6 +143,7 @@ _NAMES = {
     "LANGUAGE": "as LC_",
 }
 _LATER = {
+    "PYTHONBREAKPOINT": "read when a breakpoint is reached; Ray sets it",
     "TORCHELASTIC_USE_AGENT_STORE": "read when a group is made",
     "TORCHELASTIC_RESTART_COUNT": "read when a worker joins its group",
     "TORCHINDUCTOR_CACHE_DIR": "read when a model is compiled",

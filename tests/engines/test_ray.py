@@ -18,6 +18,9 @@ from hetflow.schema.errors import ProblemError
 from hetflow.tests.engines import ray_nodes
 from hetflow.tests.exporters import launch_cases
 from hetflow.tests.programs import preloaded
+from hetflow.tests.scheduler.conftest import write_workplace
+from hetflow.tests.scheduler.test_engines import LONG_SCRIPT, run_two_jobs
+from hetflow.tests.scheduler.test_live import left_over
 
 from .leases import output, until, work
 from .test_local import SAVES
@@ -173,6 +176,18 @@ def test_an_exported_script_trains_the_plan_on_unlike_nodes(
     found = [run.parent for run in tmp_path.glob("hetflow-runs/*/run.json")]
     assert [launch_cases.digest_of(run) for run in found] == [alone]
     assert launch_cases.types_of(found[0]) == ["cpu:fast", "cpu:slow", "cpu:slow"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_jobs_of_a_scheduler_are_moved_and_adopted_and_none_is_left_behind(
+    cluster: tuple[dict[str, str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_workplace(tmp_path, LONG_SCRIPT, monkeypatch)
+    for name, value in cluster[0].items():
+        monkeypatch.setenv(name, value)
+    run_two_jobs(tmp_path, "ray")
+    assert not left_over(tmp_path)
 
 
 @pytest.mark.slow

@@ -521,6 +521,7 @@ def test_what_acts_before_the_imports_is_told_apart() -> None:
         "HETFLOW_SLOT": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHELASTIC_RESTART_COUNT": "3",
+        "PYTHONBREAKPOINT": "pdb.set_trace",
     }
     assert preload.import_settings(early | late) == early
 

@@ -1,4 +1,7 @@
-"""The scheduler on a real Slurm and a real Ray: jobs change node and type, and keep their bits."""
+"""The scheduler on a real Slurm: jobs change node and type, and keep their bits.
+
+``tests/engines/test_ray.py`` runs the same jobs on its Ray.
+"""
 
 import signal
 import subprocess
@@ -9,7 +12,7 @@ import pytest
 
 from hetflow.clusters.scheduler import view
 from hetflow.clusters.scheduler.store import ClusterStore
-from hetflow.tests.engines import ray_nodes, slurm_daemons
+from hetflow.tests.engines import slurm_daemons
 
 from .conftest import write_workplace
 from .test_live import SCRIPT, hetflow, left_over, start, until_it_schedules
@@ -84,17 +87,4 @@ def test_on_slurm_two_jobs_are_moved_and_adopted_and_none_is_left_behind(
         states = subprocess.run(queue, capture_output=True, text=True, check=True).stdout.split()
         assert states.count("COMPLETED") >= 2
         assert not set(states) & {"PENDING", "RUNNING", "SUSPENDED"}
-    assert not left_over(folder)
-
-
-def test_on_ray_two_jobs_are_moved_and_adopted_and_none_is_left_behind(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reason = ray_nodes.why_not()
-    if reason:
-        pytest.skip(reason)
-    with ray_nodes.ray_cluster() as (variables, _):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        run_two_jobs(folder, "ray")
     assert not left_over(folder)
