@@ -78,6 +78,7 @@ def _treated(kind: Any, how: Activations) -> type[nn.Module]:
     return type(kind.__name__, (_Treated, kind), facts)
 
 
+@_disable_dynamo(recursive=False)
 def _offloaded(layer: nn.Module, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lane = lane_of(next(layer.parameters()).device)
     if lane is None:

@@ -32,7 +32,7 @@ from hetflow.schema.options import Activations, Shard
 from hetflow.tests.runtime import host_lane, model_kinds
 
 SHARES = ALIKE, UNLIKE = [1, 1, 1], [3, 0, 7]
-STOOD_FOR = ("compiled", "gpt", "llama", "resnet")
+STOOD_FOR = ("compiled", "gpt", "policy of lora", "fsdp2", "llama", "resnet")
 ROUNDS, STEPS, NEAR, LIMIT = 2, 2, 1e-10, 0.5
 SAMPLES = (3, 1, 2)
 """Of a pass of each worker."""

@@ -258,27 +258,34 @@ def test_weights_read_outside_of_layers_in_late_steps_are_whole_or_refused(
     tmp_path: Path, plan_of: Callable[..., Plan]
 ) -> None:
     """In steps that test no loss: as in a split of whole states, or one line on all workers."""
-    found: dict[Shard | None, dict[tuple[str, int], Any]] = {}
-    for shard in (None, *get_args(Shard)):
-        plan = shared(plan_of([(1, 4), (1, 4)]), shard, (1, 3))
-        # With the optimizer alone weights are whole from pass to update, as with gradients.
-        some = ["detach ahead", "model copied ahead", "all squares ahead", "functional"]
-        ways = some if shard == "optimizer" else []
-        found[shard] = trained_by(tmp_path, plan, "sharded_reads.py", shard, *ways)
     # Of a gradient that comes when its layer has gone back workers have summed the layer's.
     late = {"square ahead", "all squares ahead"}
     no_numbers = {"numel ahead", "shape ahead", "types ahead"}
-    everything = {name for name, _ in found[None]} - no_numbers
+    everything = set(sharded_reads.WAYS) - no_numbers
+    # With the optimizer alone weights are whole from pass to update, as with gradients.
+    some = ["detach ahead", "model copied ahead", "all squares ahead", "functional"]
+    behind = [name for name in everything if name.endswith("behind")]
+    with_gradients = [*some, "square ahead", "data ahead", *behind]
+    ways: dict[Shard | None, list[str]] = {
+        None: [*with_gradients, *no_numbers],  # of all that is trained, not refused
+        "optimizer": some,
+        "gradients": with_gradients,
+        "all": [],  # every way
+    }
+    found: dict[Shard | None, dict[tuple[str, int], Any]] = {}
+    for shard, names in ways.items():
+        plan = shared(plan_of([(1, 4), (1, 4)]), shard, (1, 3))
+        found[shard] = trained_by(tmp_path, plan, "sharded_reads.py", shard, *names)
     for shard in get_args(Shard):
         refused = set()
         for (name, step), made in found[shard].items():
-            expected = found[None][name, step]
             if isinstance(made, str):
                 is_copy = "model copied" in name
                 own = "copies a model whose states" if is_copy else "outside of its layer"
                 assert own in made, (name, step)
                 refused.add(name)
             else:
+                expected = found[None][name, step]
                 torch.testing.assert_close(
                     made, expected, rtol=0, atol=1e-10, msg=f"{name}, {step}"
                 )
