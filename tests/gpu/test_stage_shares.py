@@ -7,7 +7,7 @@ import pytest
 from hetflow.schema import files
 from hetflow.schema.plan import Plan
 from hetflow.tests.parallel_plans import parallel_plan
-from hetflow.tests.testing.hosts import GpuHost
+from hetflow.tests.testing.hosts import GpuHost, Host
 
 WIDTH, LAYERS = 256, 12  # a layer has 257 KiB of weights
 SCRIPT = f"""
@@ -119,15 +119,21 @@ print("found", loss.item(), torch.cuda.max_memory_allocated())
 """
 
 
+def profile(host: Host, size: int) -> None:
+    """The target's layers at one size: their memory, and of times only what a solver cannot miss."""
+    asked = ["--quick", "--layers", "--batch-sizes", str(size), "--microbatch-size", str(size)]
+    asked += ["--steps", "1", "--sync-devices", "0", "--no-links"]
+    asked += ["--optimizer", "adamw", f"--device={host.types[0]}"]
+    host.done("profile", "target.py:whole", *asked, "-o", "profiles")
+
+
 @pytest.mark.slow
 def test_devices_of_several_stages_hold_no_more_than_planned(software: GpuHost) -> None:
     """Two replicas of an interleaved pipeline share the weights of both their stages."""
     host = software(",".join(["V100:64MiB"] * 4), FAKECUDA_THREADS="1")
     (host.folder / "target.py").write_text(TARGET)
     (host.folder / "train.py").write_text(TRAIN)
-    asked = ["--quick", "--layers", "--batch-sizes", "2", "--microbatch-size", "2"]
-    asked += ["--optimizer", "adamw", f"--device={host.types[0]}"]
-    host.done("profile", "target.py:whole", *asked, "-o", "profiles")
+    profile(host, 2)
     solve = ["solve", "parallel", "--profiles", "profiles", "--gpus", f"4x{host.types[0]}"]
     solve += ["--memory-reserve", f"{RESERVE_KIB}KiB", "--batch-size", "8", "--shard", "all"]
     solve += ["--chunks-per-device", "2", "--no-recompute", "--link-bytes-per-second", "1e9"]
@@ -152,9 +158,7 @@ def test_stages_of_single_devices_hold_no_more_than_planned(
     host = software("V100:64MiB,V100:64MiB", FAKECUDA_THREADS="1")
     (host.folder / "target.py").write_text(TARGET)
     (host.folder / "train.py").write_text(TRAIN.replace("32", "2048").replace("=8", "=512"))
-    asked = ["--quick", "--layers", "--batch-sizes", "64", "--microbatch-size", "64"]
-    asked += ["--optimizer", "adamw", f"--device={host.types[0]}"]
-    host.done("profile", "target.py:whole", *asked, "-o", "profiles")
+    profile(host, 64)
     solve = ["solve", "pipeline", "--profiles", "profiles", "--gpus", f"2x{host.types[0]}"]
     solve += ["--batch-size", "512", "--schedule", schedule, "--num-stages", "2"]
     host.done(*solve, "--link-bytes-per-second", "1e9", "-o", "plan.json")
