@@ -77,7 +77,8 @@ with open(f"peak{job.rank}.json", "w") as file:
 
 def asked_of(host: Host) -> list[str]:
     """What ``hetflow profile`` is asked beside its target."""
-    asked = ["--quick", "--batch-sizes", "2,8", "--optimizer", "adamw", "--sync-devices", "0"]
+    asked = ["--quick", "--steps", "3", "--batch-sizes", "2,8", "--optimizer", "adamw"]
+    asked += ["--sync-devices", "0", "--no-links"]
     return [*asked, *(f"--device={name}" for name in host.types), "-o", "profiles"]
 
 
