@@ -22,7 +22,6 @@ from hetflow.tests.testing.hosts import real_types
 
 pytestmark = pytest.mark.processes
 
-DIGITS = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
 TELLS = """
 import json, os, pathlib
 pathlib.Path(os.environ["HERE"], "told" + os.environ["RANK"]).write_text(json.dumps(
@@ -33,6 +32,20 @@ import os, sys, time
 if os.environ["NODE"] == "1":
     raise ValueError("only here")
 time.sleep(120)
+"""
+TRAINS = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = hf.prepare(model, optimizer)
+data = TensorDataset(torch.randn(44, 4), torch.arange(44) % 2)
+for batch in job.batches(DataLoader(data, batch_size=12, shuffle=True)):
+    job.backward(lambda x, y: torch.nn.functional.cross_entropy(model(x), y), batch)
+    optimizer.step()
+    optimizer.zero_grad()
+job.finish()
 """
 ROLES = """
 import json, os, pathlib, torch
@@ -211,22 +224,20 @@ def namespaces() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_two_hosts_train_over_a_link(tmp_path: Path, namespaces: tuple[str, str]) -> None:
-    pytest.importorskip("sklearn")
-    files.write(tmp_path / "plan.json", plan_of(("cpu:fast", 1, 192), ("cpu:slow", 2, 32)))
+    files.write(tmp_path / "plan.json", plan_of(("cpu:fast", 1, 8), ("cpu:slow", 2, 2)))
+    (tmp_path / "script.py").write_text(TRAINS)
     ended = agents(
         tmp_path,
         "10.213.0.1:29400",
         ("2xcpu:slow", "1xcpu:fast"),
-        str(DIGITS),
-        "--epochs",
-        "1",
+        "script.py",
         prefixes=tuple(["ip", "netns", "exec", name] for name in namespaces),
     )
     assert [code for code, _ in ended] == [0, 0], ended
     record = files.read(tmp_path / "run0" / "run.json", RunRecord)
     assert [device.rank for device in record.devices] == [0, 1, 2]
     assert record.events == ()
-    assert sum(device.num_samples for device in record.devices) == 1797
+    assert sum(device.num_samples for device in record.devices) == 44
 
 
 @pytest.mark.slow
