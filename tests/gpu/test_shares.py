@@ -77,7 +77,7 @@ with open(f"peak{job.rank}.json", "w") as file:
 
 def asked_of(host: Host) -> list[str]:
     """What ``hetflow profile`` is asked beside its target."""
-    asked = ["--quick", "--steps", "3", "--batch-sizes", "2,8", "--optimizer", "adamw"]
+    asked = ["--quick", "--batch-sizes", "2,8", "--optimizer", "adamw"]
     asked += ["--sync-devices", "0", "--no-links"]
     return [*asked, *(f"--device={name}" for name in host.types), "-o", "profiles"]
 
@@ -90,7 +90,7 @@ def test_no_device_takes_more_than_its_plan_says(software: GpuHost, tmp_path: Pa
     host = software("V100:64MiB,A100:64MiB", FAKECUDA_THREADS="1")
     (tmp_path / "target.py").write_text(TARGET)
     (tmp_path / "train.py").write_text(TRAIN)
-    host.done("profile", "target.py:partly", *asked_of(host), "--layers", "--offload")
+    host.done("profile", "target.py:partly", *asked_of(host), "--offload")
     profile = files.read(tmp_path / f"profiles/target.partly.{host.types[0]}.json", Profile)
     trained, frozen = profile.weight_bytes, profile.frozen_weight_bytes
     assert frozen is not None

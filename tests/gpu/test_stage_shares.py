@@ -120,7 +120,7 @@ print("found", loss.item(), torch.cuda.max_memory_allocated())
 
 
 def profile(host: Host, size: int) -> None:
-    """The target's layers at one size: their memory, and of times only what a solver cannot miss."""
+    """The target's layers at one size: their memory, and of times only what a solver needs."""
     asked = ["--quick", "--layers", "--batch-sizes", str(size), "--microbatch-size", str(size)]
     asked += ["--steps", "1", "--sync-devices", "0", "--no-links"]
     asked += ["--optimizer", "adamw", f"--device={host.types[0]}"]
