@@ -70,6 +70,7 @@ def profile(request: ProfileRequest) -> tuple[Profile, ...]:
             loop=LoopPolicy.quick(),
             sync_seconds=3.0,
             exchange_seconds=3.0,
+            link_seconds=1.0,
             hold_seconds=4.0,
         )
     elif request.effort == "usual" and request.batch_sizes:

@@ -39,7 +39,6 @@ from .script_loop import receiving, run_measured
 from .timing import RepeatPolicy
 
 # The memory of a worker's process without a model: Python, torch, the runtime, the group.
-#
 # A CPU's memory is that of the whole process, so this part of it is counted once for each worker.
 # It is read after the model has trained and has been dropped again: by then the libraries have
 # loaded their kernels and what they set up on first use.

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from ..runtime.gradients import GradientReducer
     from ..runtime.peers import SharedStore
 
-
-# The rendezvous of one measurement's processes: a file, so no port is opened.
-
-
 TIMEOUT = timedelta(seconds=120)
 LOOPBACK_ADDRESS = "127.0.0.1"
 _LOOK_SECONDS = 0.0005
@@ -250,7 +246,6 @@ def _meet(bench: Bench) -> None:
 
 
 # Messages between two workers, as pipelines send them, inside each of them.
-#
 # Both ends are the runtime's own (transport and channels): messages travel as between the workers
 # of a launch on this host. Both workers read one clock, so they begin at an agreed moment, and a
 # message takes from then until it can be read on the other side.

@@ -141,7 +141,6 @@ def _non_negative(terms: "Array", values: "Array") -> "Array":
 
 
 MESSAGE_BYTES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
-_LINK_BUDGET_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +272,7 @@ def _ring_of(
 
 
 def measure_links(
-    request: DeviceRequest, activation_bytes: Sequence[int] = ()
+    request: DeviceRequest, activation_bytes: Sequence[int] = (), budget_seconds: float = 4.0
 ) -> tuple[Links | None, dict[str, Any]]:
     """Measure the link between two local devices of one type, by messages as pipelines send them.
 
@@ -281,6 +280,7 @@ def measure_links(
         request: The device type; emulated types send as their base does.
         activation_bytes: What layers send; sizes between the least and the most are measured
             twice as densely.
+        budget_seconds: Wall time to spend, about.
 
     Returns:
         The link, None where it could not be measured, and its provenance: how, or why not.
@@ -289,11 +289,11 @@ def measure_links(
     if why_not:
         return None, {"skipped": why_not}
     pins = [pinned_worker(request.local, rank) for rank in range(2)]
-    return _linked(pins, activation_bytes, note=_shared_cores(request, 2))
+    return _linked(pins, activation_bytes, budget_seconds, note=_shared_cores(request, 2))
 
 
 def measure_link_between(
-    one: DeviceRequest, other: DeviceRequest, activation_bytes: Sequence[int] = ()
+    one: DeviceRequest, other: DeviceRequest, activation_bytes: Sequence[int], budget_seconds: float
 ) -> tuple[Links | None, dict[str, Any]]:
     """Measure the link between local devices of two types, as ``measure_links`` does of one.
 
@@ -307,7 +307,7 @@ def measure_link_between(
     libraries = {one.local.backend.collective, other.local.backend.collective}
     backend = libraries.pop() if len(libraries) == 1 else HOST_COLLECTIVE
     pins = [pinned_worker(one.local, 0), pinned_worker(other.local, 0)]
-    return _linked(pins, activation_bytes, backend)
+    return _linked(pins, activation_bytes, budget_seconds, backend)
 
 
 def message_sizes(activation_bytes: Sequence[int] = ()) -> tuple[int, ...]:
@@ -391,6 +391,7 @@ def reversed_link(link: TypeLink, device_type: str) -> TypeLink:
 def _linked(
     pins: Sequence[Pinned],
     activation_bytes: Sequence[int],
+    budget_seconds: float,
     backend: str | None = None,
     note: str | None = None,
 ) -> tuple[Links | None, dict[str, Any]]:
@@ -407,7 +408,7 @@ def _linked(
                     folder=folder,
                     device=pin.device,
                     message_bytes=list(sizes),
-                    budget_seconds=_LINK_BUDGET_SECONDS,
+                    budget_seconds=budget_seconds,
                     backend=backend,
                 )
             first, second = [worker.receive(GROUP_ANSWER_SECONDS) for worker in workers]

@@ -53,8 +53,8 @@ class ProfileOptions:
     ``optimizer`` None measures with DEFAULT_OPTIMIZER where the target brings none, and the
     profile says that nobody chose it.
     ``limits`` say which sizes there are, ``loop`` how well each is measured; ``sync_seconds``,
-    ``exchange_seconds`` and ``hold_seconds`` are for synchronisation in the loop, for all-reduces
-    by themselves and pipelines each, and for held passes of each emulated type.
+    ``exchange_seconds``, ``link_seconds`` and ``hold_seconds`` are for synchronisation in the loop,
+    all-reduces by themselves and pipelines each, a link, and held passes of each emulated type.
     ``activations`` are further ways to treat those of repeated layers, which are measured too.
     ``layers_at`` are the microbatch sizes to profile layers at; none leaves them out.
     ``links`` measures links and all-reduces over sizes; None links alone, where layers are
@@ -65,6 +65,7 @@ class ProfileOptions:
     loop: LoopPolicy = LoopPolicy()
     sync_seconds: float = 4.0
     exchange_seconds: float = 6.0
+    link_seconds: float = 4.0
     hold_seconds: float = 12.0
     optimizer: str | None = None
     sync_devices: int = 2
@@ -167,7 +168,8 @@ def _with_links_between(
             continue
         progress(f"the link between {names[0]} and {names[1]}", None)
         sent = [node.activation_bytes for graph in tables for node in graph.nodes]
-        measured, how = links.measure_link_between(requests[first], requests[second], sent)
+        ends = requests[first], requests[second]
+        measured, how = links.measure_link_between(*ends, sent, options.link_seconds)
         notes[first][names[1]] = notes[second][names[0]] = how
         if measured is not None:
             there = TypeLink(device_type=names[1], links=measured)
@@ -463,7 +465,7 @@ def _measure_links(
         return None, {"skipped": "not asked for"}
     progress(f"links between two {request.local.device_type} devices", None)
     sent = [node.activation_bytes for measured in layers for node in graph_of(measured, 1.0).nodes]
-    return links.measure_links(request, sent)
+    return links.measure_links(request, sent, options.link_seconds)
 
 
 def _limits_of(request: DeviceRequest, limits: CurveLimits) -> CurveLimits:
