@@ -51,16 +51,22 @@ from .evaluation import StageEvaluation, refusing_calls
 from .executor import Executor, Unflushed, held
 from .norms import plain
 from .optimizer import OwnShare, ShardedUpdates, StageState, check_shardable, shares_of
-from .ownership import Holders, Ownership, broadcast_parts, move_buffers, place_own, shapes_on
+from .ownership import (
+    Elsewhere,
+    Holders,
+    Ownership,
+    broadcast_parts,
+    move_buffers,
+    place_own,
+    shapes_on,
+)
 from .shares import StageShares, first_sharers, shared_names, shares_weights
 from .stage import (
-    Elsewhere,
     StageBuffers,
     StageRunner,
     buffer_holders,
     hold_own,
     parameters_of,
-    refusing_reads,
 )
 from .synchronise import Synchroniser
 from .trace import layers_of
@@ -187,15 +193,15 @@ class StepMicrobatches:
         """Check the loss that the function returned, also by ``job.agreement``.
 
         Raises:
-            TargetError: It reads parameters of other stages.
+            TargetError: It reads parameters whose stage reads another version.
         """
         loss = answer.loss if isinstance(answer, Weighted) else answer
         if not self._loss_is_checked:  # later microbatches run the same code
             for leaf in leaves_of(loss, self._answered):
                 if id(leaf) in self._strangers:
                     raise TargetError(
-                        f"the loss reads parameter {self._strangers[id(leaf)]}, which a pipeline "
-                        "keeps on another worker or in another version",
+                        f"the loss reads parameter {self._strangers[id(leaf)]}, of which a "
+                        "pipeline without flushes computes with another version",
                         hint="use the optimizer's weight_decay, or compute the term inside the "
                         "model",
                     )
@@ -462,11 +468,9 @@ class PipelineEngine:
         self._last_stages: dict[int, int] = {}  # likewise, of this worker's, by microbatch
         self._evaluation: StageEvaluation | None = None  # made when it is first asked for
         # If the schedule does not flush, stages read weight versions, never the parameters.
-        self._strangers = {
-            id(parameter): name
-            for name, parameter in self._ownership.parameters.items()
-            if name not in own or not self.flushes
-        }
+        # Those of other stages refuse to be read.
+        of_versions = {} if self.flushes else self._ownership.parameters
+        self._strangers = {id(parameter): name for name, parameter in of_versions.items()}
         self.state = StageState(
             session,
             work,
@@ -567,11 +571,10 @@ class PipelineEngine:
         self._synchroniser.wants_stop = session.wants_stop
         self._microbatches = StepMicrobatches(step, scaling, self._strangers)
         try:
-            with refusing_reads():
-                if self._unflushed is None:
-                    return self._run_flush(step, scaling)
-                scaling.refuse()
-                self._unflushed.run(batch, self)
+            if self._unflushed is None:
+                return self._run_flush(step, scaling)
+            scaling.refuse()
+            self._unflushed.run(batch, self)
             session.clock.computed()
             return self._synchroniser.share_loss_late()
         finally:
@@ -821,7 +824,6 @@ class PipelineEngine:
             for name, module in self._session.model.named_modules():
                 if self._ownership.lacks_some_of(module):
                     stack.enter_context(refusing_calls(module, name))
-            stack.enter_context(refusing_reads())
             stack.enter_context(self._model.evaluating(self._evaluation.call))
             yield
             self._evaluation.serve()

@@ -1,9 +1,9 @@
 """The parameters that a worker owns, and stand-ins for the others.
 
-A worker keeps the parameters of its own stages. Every other parameter becomes a single number that
-takes almost no memory, and whose ``grad`` can hold the 2-norm of the real gradient. So a script
-that clips by ``clip_grad_norm_(model.parameters(), limit)`` clips by the norm over all stages, and
-all workers get the same norm.
+A worker keeps the parameters of its own stages. Every other parameter becomes a stand-in of its
+shape that takes almost no memory, and whose ``grad`` can hold the 2-norm of the real gradient. So a
+script that clips by ``clip_grad_norm_(model.parameters(), limit)`` clips by the norm over all
+stages, and all workers get the same norm. What would read a stand-in's numbers is refused.
 
 Tensors are sent piece by piece, so that no device needs memory for a whole one.
 """
@@ -11,7 +11,7 @@ Tensors are sent piece by piece, so that no device needs memory for a whole one.
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,10 @@ from ..checkpoints.checkpoint import shapes_of
 from ..group import Place
 from ..initial_values import fill, forget, initial_value
 from ..log import log
-from ..nested_tensors import InPieces, zeros_for
+from ..nested_tensors import InPieces, tensors_in, zeros_for
 from ..setup import move_optimizer_state
+from ..sharding.flats import OF_NO_NUMBER, OF_NUMBERS, OF_SHAPE
+from ..sharding.sliced import get_grad, plain, set_grad, writes
 from ..tensor.roles import Lanes
 from .cut import StageModule
 
@@ -105,6 +107,125 @@ def in_buckets(
 Holders = tuple[int, ...]
 
 
+class Elsewhere(Tensor):
+    """The stand-in of a tensor that only other workers have: a number that has its shape.
+
+    What would read its numbers is refused. What writes to it does nothing: those that have the
+    tensor do it.
+    """
+
+    _whole: torch.Size
+    _name: str
+
+    @staticmethod
+    def of(zero: Tensor, name: str, shape: torch.Size) -> "Elsewhere":
+        """The stand-in of the model's tensor of a name, in the memory of a zero [1]."""
+        made: Elsewhere = zero.as_subclass(Elsewhere)
+        made._whole, made._name = shape, name
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch's that reads no number."""
+        return _without_numbers(function, args, kwargs or {})
+
+    def __deepcopy__(self, memo: Any) -> "Elsewhere":
+        """A stand-in with memory of its own, as a copy of its model has it."""
+        memo[id(self)] = made = self.clone()
+        return made  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse(self, "saved")
+
+
+class ElsewhereParameter(nn.Parameter):
+    """A parameter whose numbers only other workers have, as ``Elsewhere``."""
+
+    _whole: torch.Size
+    _name: str
+
+    @property
+    def grad(self) -> Any:
+        """What knows its gradient's norms: a property of Python's is the shortest way."""
+        with plain():
+            return get_grad(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        with plain():
+            set_grad(self, value)
+
+    @staticmethod
+    def hold(parameter: nn.Parameter, zero: Tensor, name: str, shape: torch.Size) -> None:
+        """Let a parameter be the stand-in of the model's one of a name, as ``Elsewhere.of``."""
+        parameter.grad, parameter.data = None, zero
+        vars(parameter).update(_whole=shape, _name=name)
+        parameter.__class__ = ElsewhereParameter
+
+    @staticmethod
+    def leave(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Let stand-ins be plain parameters again; which these were."""
+        left: list[nn.Parameter] = [p for p in parameters if type(p) is ElsewhereParameter]
+        for parameter in left:
+            parameter.__class__ = nn.Parameter
+        return left
+
+    __torch_function__ = Elsewhere.__torch_function__
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        """A stand-in with memory of its own, as a copy of its model has it."""
+        with plain():
+            memo[id(self)] = made = nn.Parameter(self.detach().clone(), self.requires_grad)
+        ElsewhereParameter.hold(made, made.data, self._name, self._whole)
+        return made
+
+    __reduce_ex__ = Elsewhere.__reduce_ex__
+
+
+_AWAY = (Elsewhere, ElsewhereParameter)
+_STAY = {"data", "detach", "clone", "contiguous", "to", Tensor.cpu.__name__, "float", "double"}
+"""Functions and properties of a stand-in that give a stand-in."""
+
+
+def _without_numbers(function: Any, args: Any, kwargs: Any) -> Any:
+    name, first = getattr(function, "__name__", ""), args[0] if args else None
+    if is_property := name in ("__get__", "__set__"):
+        name = getattr(function.__self__, "__name__", "")
+    with plain():
+        if isinstance(first, _AWAY):
+            if name in _STAY:
+                is_set = function.__name__ == "__set__"
+                made = None if is_set else function(*args, **kwargs)
+                return made if made is None else Elsewhere.of(made, first._name, first._whole)
+            if name == "__repr__":
+                return f"<{first._name}, {list(first._whole)}, of another stage>"
+            if name in OF_SHAPE or name.endswith("_like"):
+                shown = first.new_empty(()).expand(first._whole)
+                return function(shown, *args[1:], **kwargs)
+        if is_property and name not in OF_NUMBERS or name in OF_NO_NUMBER:
+            return function(*args, **kwargs)
+        if name.startswith("new_") or name in ("data_ptr", "untyped_storage"):
+            return function(*args, **kwargs)
+    if writes(name) and isinstance(first, _AWAY):
+        return first
+    if writes(name) and isinstance(first, list | tuple):
+        here = [at for at, tensor in enumerate(first) if not isinstance(tensor, _AWAY)]
+        if len(here) < len(first):  # of lists of tensors only those that are here count
+            args = [[a[at] for at in here] if isinstance(a, list | tuple) else a for a in args]
+            return function(*args, **kwargs) if here else None
+    _refuse(next(v for v in tensors_in((args, kwargs)) if isinstance(v, _AWAY)), "read")
+
+
+def _refuse(away: Any, how: str) -> NoReturn:
+    raise TargetError(
+        f"{away._name} is {how}, and only the workers of another stage have it",
+        hint="compute a penalty inside the model, or take the optimizer's weight_decay; inside "
+        "job.evaluation(whole=True) every worker has the whole model",
+    )
+
+
 class Ownership:
     """Parameters by name, the ranks that hold each, and stand-ins for the rest.
 
@@ -163,10 +284,11 @@ class Ownership:
             parameter.grad = gradient
         self._on_device.clear()
         self.device_of_whole = self._place.device
-        others = [parameter for name, parameter in self.parameters.items() if name not in self.own]
-        for parameter, zero in zip(others, zeros_for(others, self._place.device), strict=True):
+        others = {name: p for name, p in self.parameters.items() if name not in self.own}
+        zeros = zeros_for(others.values(), self._place.device)
+        for (name, parameter), zero in zip(others.items(), zeros, strict=True):
             forget(parameter)
-            parameter.grad, parameter.data = None, zero
+            ElsewhereParameter.hold(parameter, zero, name, self.shapes[name])
         for name, parameter in self.parameters.items():
             if name in self.cut and not self._is_cut:
                 gradient, parameter.grad = parameter.grad, None
@@ -239,6 +361,7 @@ class Ownership:
         rest, wire = self._room_for_rest(), wire_device(self._place.device)
         for name, parameter in self.parameters.items():
             value = rest.get(name, parameter.data)
+            ElsewhereParameter.leave([parameter])
             self._spread(name, value, wire)
             if name in rest or self.device_of_whole != self._place.device:
                 if name in self.own:
@@ -333,6 +456,7 @@ def shapes_on(
     The tensors that the model's modules move themselves move to the device and stay.
     """
     known = list(shapes)
+    stand_ins = ElsewhereParameter.leave(parameter for parameter, _ in known)
     values = [(parameter, parameter.data, parameter.grad) for parameter, _ in known]
     buffers = [(m, key, b) for m in model.modules() for key, b in m._buffers.items()]
     zeros: dict[torch.dtype, Tensor] = {}
@@ -349,6 +473,8 @@ def shapes_on(
         for parameter, value, gradient in values:
             parameter.data = value
             parameter.grad = gradient
+        for parameter in stand_ins:
+            parameter.__class__ = ElsewhereParameter
         put_back(buffers)
 
 

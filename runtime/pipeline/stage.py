@@ -7,7 +7,7 @@ each other; a worker without the buffer takes no part in that.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,14 +20,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ...devices.collectives import wire_device
-from ...schema.errors import TargetError
 from .. import peers
 from ..buffers import AllReduce, BufferSlot, VirtualNodeBuffers, buffer_places, buffers_apart
 from ..group import Place, subgroup
 from ..nested_tensors import InPieces, storage_key, zeros_for
 from .cores import AttentionCores
 from .cut import StageModule, may_be_written
-from .ownership import Holders, broadcast, sent_by
+from .ownership import Elsewhere, Holders, broadcast, sent_by
 
 # A backward pass in two halves, as zero-bubble schedules run it (Qi et al. 2024, section 2).
 #
@@ -190,61 +189,6 @@ Places = Mapping[str, list[tuple[nn.Module, str]]]
 """The modules that have a buffer, and its name in each, by its name in the model."""
 
 
-class Elsewhere(Tensor):
-    """The stand-in of a buffer of other stages: it has a shape and no memory.
-
-    While the script's function computes, anything that reads its values is refused. At other times
-    they are zeros, so that a copy of the model (an average of its parameters) can be made.
-    """
-
-    is_refusing = False
-
-    @staticmethod
-    def of(value: Tensor, zero: Tensor) -> "Elsewhere":
-        """The stand-in of a buffer, in the memory of a zero [1]."""
-        made: Elsewhere = zero.reshape(()).expand(value.shape).as_subclass(Elsewhere)
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run a function of torch."""
-        if cls.is_refusing and func not in _OF_SHAPES:
-            raise TargetError(
-                "a buffer of the model is read, and only the workers of another stage have it",
-                hint="read it inside the model, or keep a copy in the script",
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A copy with memory, which can be written."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-
-_OF_SHAPES: frozenset[Any] = frozenset(
-    (
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
-        *(Tensor.size, Tensor.dim, Tensor.numel),
-    )
-)
-
-
-@contextmanager
-def refusing_reads() -> Iterator[None]:
-    """Within the context, refuse to read values of other stages' buffers."""
-    Elsewhere.is_refusing = True
-    try:
-        yield
-    finally:
-        Elsewhere.is_refusing = False
-
-
 def buffer_holders(
     model: nn.Module, parts: Sequence[StageModule], ranks: Sequence[Holders]
 ) -> dict[str, Holders]:
@@ -323,7 +267,8 @@ class StageBuffers(VirtualNodeBuffers):
         others = {name: value for name, value in self.all().items() if name not in self._own}
         zeros = zeros_for(others.values(), place.device)
         self._stand_ins = {
-            name: Elsewhere.of(others[name], zero) for name, zero in zip(others, zeros, strict=True)
+            name: Elsewhere.of(zero, name, others[name].shape)
+            for name, zero in zip(others, zeros, strict=True)
         }
         self.is_readable = True
         self.strip()

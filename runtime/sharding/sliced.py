@@ -128,7 +128,7 @@ class SlicedParameter(nn.Parameter):
         with plain():
             if self._origin.carried:
                 self._origin.carried.pop(self, None)
-            _set(_SET_GRAD, self._origin.gradient, self, value)
+            _set(set_grad, self._origin.gradient, self, value)
 
     def _copy(self) -> nn.Parameter:
         with torch.no_grad():
@@ -153,7 +153,7 @@ class _Copied(Tensor):
     ) -> Any:
         """Call a function of torch's, if it writes nothing."""
         name = getattr(function, "__name__", "")
-        if _writes(name) and isinstance(args[0], _Copied):
+        if writes(name) and isinstance(args[0], _Copied):
             raise TargetError(
                 f"the script writes to a view of a parameter or gradient ({name}), of which this "
                 "worker has a slice",
@@ -168,7 +168,7 @@ class _Copied(Tensor):
 
 
 _GRAD: Any = Tensor.grad
-get_grad, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
+get_grad, set_grad = _GRAD.__get__, _GRAD.__set__
 """A tensor's gradient, without the property of ``SlicedParameter``."""
 _KINDS: tuple[type[Tensor], ...] = (SlicedTensor, SlicedParameter)
 _foreach_utils._foreach_supported_types += _KINDS
@@ -185,7 +185,7 @@ _SPECIAL = {
 }  # fmt: skip
 
 
-def _writes(name: str) -> bool:
+def writes(name: str) -> bool:
     """Whether a function of this name changes its first argument."""
     return name in _SPECIAL or name.endswith("_") and not name.endswith("__")
 
@@ -213,7 +213,7 @@ def _called(function: Any, args: Any, kwargs: Any) -> Any:
             return function(*args, **kwargs)
         if origin is not None and name.endswith("_like"):
             return function(first.new_empty(origin.shape), *args[1:], **kwargs)
-        if _writes(name):
+        if writes(name):
             return _write(function, name, args, kwargs)
         made, wholes = _read(function, args, kwargs)
         return _guarded(made, wholes.values())

@@ -197,7 +197,10 @@ def test_levels_over_mappings_are_refused_before_anything_starts(plan: Path, lev
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("decay", "worker 1 (stage 1, cpu:slow) failed with exit code 2: the loss reads parameter"),
+        (
+            "decay",
+            "worker 1 (stage 1, cpu:slow) failed with exit code 2: 0.weight is read, and only",
+        ),
         pytest.param(
             "sum",
             "worker 1 (stage 1, cpu:slow) failed with exit code 2: the loss of 2 samples is ",

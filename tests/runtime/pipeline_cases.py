@@ -4,6 +4,7 @@ Usage: pipeline_cases.py FOLDER NUMBER=CASE...: each case trains under FOLDER/NU
 another in the same processes; every worker writes what came out.
 """
 
+import copy
 import os
 import pickle
 import sys
@@ -110,6 +111,27 @@ def calls_of(job, whole, model, optimizer):
     return found
 
 
+@torch.no_grad()
+def looks_of(model):
+    """What a script may do between steps with parameters of other stages, and what is refused."""
+    weight, others, average = model[0].weight, list(model.parameters()), build("chain")
+    found = {"shape": (weight.shape, weight.numel(), torch.zeros_like(weight).shape)}
+    found["norm"] = refused(lambda: weight.data.norm())
+    averaged = copy.deepcopy(model)[0].weight
+    found["copy"] = refused(lambda: averaged.lerp_(weight, 0.5).sum())
+    found["saved"] = refused(lambda: pickle.dumps(averaged.detach().cpu()))
+    found["average"] = refused(lambda: list(average.parameters())[0].data.lerp_(weight, 0.5))
+    found["list"] = refused(lambda: torch._foreach_norm(others))
+    # What is written is written where the parameter is.
+    weight.mul_(2.0)
+    torch._foreach_mul_(others, 0.5)
+    weight.data = weight.data.mul_(0.5)
+    torch._foreach_mul_(others, [2.0] * len(others))
+    if found["norm"] is not None:
+        weight.copy_(torch.ones(8, 6))
+    return found
+
+
 def train(case):
     """``model:optimizer:options``, options out of clip, weighted, padded, whole, apart, far, calls,
     deferred (where there are several workers).
@@ -148,6 +170,7 @@ def train(case):
                 calls = calls_of(job, whole, model, optimizer)
             if "normed" in case:
                 reads = refused(lambda: whole[1].running_mean.sum())
+    looks = looks_of(model) if "calls" in options and job.world_size > 1 else None
     held = (getattr(job._engine, "weight_versions", 0), getattr(job._engine, "activations_held", 0))
     owned = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     blocks = {b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in model.buffers()}
@@ -156,7 +179,7 @@ def train(case):
     pickle.dumps(model)  # it is the script's again, with no hook
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     told = {"state": state, "losses": losses, "norms": norms, "held": held, "owned": owned}
-    return told | {"calls": calls, "buffers": buffers, "reads": reads}
+    return told | {"calls": calls, "looks": looks, "buffers": buffers, "reads": reads}
 
 
 if __name__ == "__main__":

@@ -244,13 +244,27 @@ def test_workers_evaluate_with_calls_of_their_own(name, worlds) -> None:
         assert "is in training mode" in found["training"]
 
 
+@pytest.mark.parametrize("name", ["three", "2-1"])
+def test_numbers_of_other_stages_are_never_read(name, worlds) -> None:
+    stage = [0, 0, 1] if name == "2-1" else [0, 1, 2]
+    for rank, answer in enumerate(worlds[3]):
+        found = answer[name]["looks"]
+        assert found.pop("shape") == ((8, 6), 48, (8, 6))
+        refusal = "weight is {}, and only the workers of another stage have it"
+        for look, said in found.items():
+            if stage[rank] == 0 and look != "list":
+                assert said is None
+            else:
+                assert refusal.format("saved" if look == "saved" else "read") in said
+
+
 def test_workers_hold_the_buffers_of_their_stages_only(worlds) -> None:
     norm, stand_ins = 8 * (8 + 8 + 1), 8 * 3
     for rank, answer in enumerate(worlds[3]):
         found = answer["normed-2-1"]
         assert found["buffers"] == norm + stand_ins
         assert bool(found["reads"]) == (rank == 2)
-        assert rank < 2 or "a buffer of the model is read" in found["reads"]
+        assert rank < 2 or "1.running_mean is read, and only" in found["reads"]
 
 
 def test_workers_own_their_stages_only(worlds) -> None:
