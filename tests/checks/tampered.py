@@ -11,7 +11,6 @@ import random
 import re
 import sys
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -203,24 +202,34 @@ def why_not_judged(path: tuple[Any, ...]) -> str | None:
     return next((why for at, why in NOT_JUDGED.items() if re.match(at, named(path))), None)
 
 
-def changed(plan: Plan, path: tuple[Any, ...], draw: random.Random) -> Iterator[Plan | None]:
-    """Yield a plan with other values of a field; None for a file that is refused when read."""
-    plain = json.loads(to_json(plan))
+def changed(
+    plan: Plan, plain: Any, path: tuple[Any, ...], draw: random.Random
+) -> Iterator[Plan | None]:
+    """Yield a plan with other values of a field; None for a file that is refused when read.
+
+    ``plain`` is the plan's file, as read from JSON.
+    """
     *way, last = path
-    for other in _others(plan, path, draw):
-        copy = deepcopy(plain)
-        inner = copy
-        for step in way:
-            inner = inner[step]
+    inner = plain
+    for step in way:
+        inner = inner[step]
+    is_told = isinstance(inner, list) or last in inner  # the file leaves out what is None
+    kept = inner[last] if is_told else None
+    for other in _others(plan, kept, path, draw):
         inner[last] = other
+        text = json.dumps(plain)
+        if is_told:
+            inner[last] = kept
+        else:
+            del inner[last]
         try:
-            yield from_json(json.dumps(copy), type(plan))
+            yield from_json(text, type(plan))
         except HetflowError:
             yield None
 
 
-def _others(plan: Plan, path: tuple[Any, ...], draw: random.Random) -> Iterator[Any]:
-    """Yield values that a field does not have."""
+def _others(plan: Plan, plain: Any, path: tuple[Any, ...], draw: random.Random) -> Iterator[Any]:
+    """Yield values that a field does not have; ``plain`` is its own, as read from JSON."""
     owner: Any = plan
     for step in path[:-1]:
         owner = owner[step] if isinstance(step, (int, str)) and not is_dataclass(owner) else (
@@ -249,9 +258,6 @@ def _others(plan: Plan, path: tuple[Any, ...], draw: random.Random) -> Iterator[
         swapped = {"A": "B", "B": "A", "1f1b": "gpipe", "gpipe": "1f1b", "zb-h1": "zb-h2"}
         yield swapped.get(value, f"{value}x")
     elif isinstance(value, (tuple, list)) and value:
-        plain = json.loads(to_json(plan))
-        for step in path:
-            plain = plain[step]
         if last not in _SAME and plain != plain[::-1]:
             yield plain[::-1]
         if last not in _LISTS_OF_SOME:
@@ -270,8 +276,11 @@ def main() -> int:
         name = draw.choice(list(QUESTIONS))
         question = answer(name)
         judged = [path for path in places(question.plan) if why_not_judged(path) is None]
-        while not (others := list(changed(question.plan, path := draw.choice(judged), draw))):
-            pass
+        plain = json.loads(to_json(question.plan))
+        others: list[Plan | None] = []
+        while not others:
+            path = draw.choice(judged)
+            others = list(changed(question.plan, plain, path, draw))
         plan = draw.choice(others)
         if plan is not None and plan != question.plan and not question.faults(plan):
             accepted.append(f"{name}: {named(path)}")
