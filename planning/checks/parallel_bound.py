@@ -51,7 +51,8 @@ class _Undecided(Exception):
     """What is left takes more work than a judge does."""
 
 
-def is_proved(problem: ParallelProblem, bound: float, nodes: Sequence[PricedPlans]) -> bool:
+@lru_cache(maxsize=8)  # who solves, checks: each asks for the same proof
+def is_proved(problem: ParallelProblem, bound: float, nodes: tuple[PricedPlans, ...]) -> bool:
     """Whether the judge can show that no plan's step takes less than a bound.
 
     The bound is in seconds, to 1e-9, of a problem under hetflow's own rule of costs, where passes
