@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import IO, Any, TypeVar
 from ..devices.backend import says_out_of_memory
 from ..devices.cpu import DEVICE_TYPE
 from ..runtime.measurements import StepTimes
-from ..runtime.preload import VARIABLE, Forked, Preload
+from ..runtime.preload import VARIABLE, Forked, Preload, PreloadError, fork
 from ..schema import files
 from ..schema.errors import TargetError
 from ..schema.layers import PassMoment
@@ -66,17 +66,18 @@ def _environment(num_threads: int = 1) -> dict[str, str]:
 def _start(environment: dict[str, str], errors: IO[bytes]) -> "subprocess.Popen[bytes] | Forked":
     # -P: a torch.py in the user's current folder must not replace the real one.
     command = [sys.executable, "-P", "-m", f"{__package__}.child"]
+    pipe = subprocess.PIPE
+    streams: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": errors}
     preload = _PRELOAD.get()
     if preload is not None:
         preload.wait(environment, lambda: None)
-        forked = preload.start(
-            command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
-        )
+        forked = preload.start(command, environment, **streams)
         if forked is not None:
             return forked
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
-    )
+    else:
+        with suppress(PreloadError):  # one process: no reason to preload, but that may be done
+            return fork(command, environment, **streams)
+    return subprocess.Popen(command, env=environment, **streams)
 
 
 def _waited_seconds(process: int) -> float:

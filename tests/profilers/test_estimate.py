@@ -1,19 +1,32 @@
 """Estimates from the target to the profile, through the process that counts."""
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import hetflow
 from hetflow.planning.parallel_problem import parallel_problem
+from hetflow.profilers.process import Child
+from hetflow.runtime.preload import Forked
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.problem import Problem
 from hetflow.schema.profile import Profile
+from hetflow.tests import programs
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded() -> Iterator[None]:
+    """Fork the processes that count from the one that those that measure are forked from."""
+    with mock.patch.dict(os.environ, {programs.VARIABLE: programs.preloaded()}):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +41,13 @@ def estimated() -> Profile:
         offload=True,
     )
     return profile
+
+
+def test_the_process_that_counts_is_forked_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for preloaded in (True, False):
+        with Child() as child:
+            assert isinstance(child._process, Forked) is preloaded
+        monkeypatch.setenv(programs.VARIABLE, "off")
 
 
 def test_sizes_layers_and_optimizer_come_from_the_target(estimated: Profile) -> None:
