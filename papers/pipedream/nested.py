@@ -44,6 +44,7 @@ from ...solvers.pipeline.cuts import Cuts, Floats, Mask, cuts_of, layers_of
 # nothing of it crosses.
 
 Antichain = tuple[int, ...]
+Numbers = int | NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -564,7 +565,8 @@ def _fill(problem: PipelineProblem, states: States, effort: Effort) -> list[_Lev
         is_top = number == len(levels) - 1
         table = _Level(
             compute,
-            np.full((states.size, states.size, level.num_components), np.inf),
+            # For each number of components all ranges lie together in memory.
+            np.full((level.num_components, states.size, states.size), np.inf).transpose(1, 2, 0),
             level.num_components,
             level.bytes_per_second,
             below,
@@ -582,28 +584,23 @@ def _fill_level(
 ) -> None:
     for replicas in range(1, _most(problem, table.components) + 1):
         table.best[:, :, replicas - 1] = _single(problem, states, table, replicas)
-    for workers in range(2, table.components + 1):
-        for last in range(states.size):
-            if effort.should_stop():
-                raise BackendError(
-                    "the search was stopped, and nested levels have no plan before their end",
-                    hint=f"give it more time, or solve flat (leave {option('stage_cost')} "
-                    "published out)",
-                )
-            found = table.best[: min(rows, last + 1), last]
+    every = np.arange(1, _most(problem, table.components - 1) + 1)[:, None]
+    for last, splits in enumerate(states.splits):
+        if effort.should_stop():
+            raise BackendError(
+                "the search was stopped, and nested levels have no plan before their end",
+                hint=f"give it more time, or solve flat (leave {option('stage_cost')} "
+                "published out)",
+            )
+        found = table.best[: min(rows, last + 1), last]
+        seconds = _block_seconds(problem, states, table, last, every)
+        for workers in range(2, table.components + 1):
             if problem.workers == "at_most":
                 np.minimum(found[:, workers - 1], found[:, workers - 2], out=found[:, workers - 1])
-            if not len(states.splits[last]):
+            if not len(splits):
                 continue
-            blocks = last_block(
-                problem,
-                states,
-                table,
-                states.splits[last],
-                last,
-                workers,
-                np.arange(1, _most(problem, workers - 1) + 1)[:, None],
-            )
+            some, free = slice(_most(problem, workers - 1)), table.components - workers
+            blocks = _in_memory(problem, states, last, free, every[some], seconds[some])
             _split(states, table, found, last, workers, blocks)
 
 
@@ -648,21 +645,14 @@ def _split(
         np.minimum(now, total.min(axis=1), out=now)
 
 
-def last_block(
-    problem: PipelineProblem,
-    states: States,
-    table: _Level,
-    splits: "np.ndarray[tuple[int], np.dtype[np.int64]]",
-    last: int,
-    workers: int,
-    replicas: "int | np.ndarray[tuple[int, int], np.dtype[np.int64]]",
+def _block_seconds(
+    problem: PipelineProblem, states: States, table: _Level, last: int, replicas: Numbers
 ) -> Floats:
     """[splits]: a pipeline's last block with its boundaries; [r, splits] for replicas [r, 1]."""
-    weights = states.weights[splits + 1, last]
+    splits = states.splits[last]
+    compute, weights = table.compute[splits + 1, last], states.weights[splits + 1, last]
     below = 1 if problem.stage_cost == "published" else table.devices_below
-    seconds = cost(
-        problem, table.compute[splits + 1, last], weights, replicas, table.bandwidth, below
-    )
+    seconds = cost(problem, compute, weights, replicas, table.bandwidth, below)
     if problem.count_boundaries:
         sent = states.crossing[splits]
         shared = replicas if problem.stage_cost == "published" else 1
@@ -671,18 +661,25 @@ def last_block(
         if problem.stage_cost == "published" and last < states.size - 1:
             out = 2 * states.crossing[last] / (table.bandwidth * replicas)
             seconds = np.maximum(seconds, out)
-    limit = _published_limit(problem)
-    if limit is not None:
-        stashes = np.ceil((table.components - workers) / replicas)
-        seconds = np.where(stashes * states.stash[splits + 1, last] > limit, np.inf, seconds)
     return seconds
+
+
+def _in_memory(
+    problem: PipelineProblem, states: States, last: int, free: int, replicas: Numbers, block: Floats
+) -> Floats:
+    """The seconds of ``last``'s blocks, infinite where these do not fit beside ``free`` workers."""
+    limit = _published_limit(problem)
+    if limit is None:
+        return block
+    stash = np.ceil(free / replicas) * states.stash[states.splits[last] + 1, last]
+    return np.where(stash > limit, np.inf, block)
 
 
 def cost(
     problem: PipelineProblem,
     compute: Floats,
     weights: Floats,
-    replicas: "int | np.ndarray[tuple[int, int], np.dtype[np.int64]]",
+    replicas: Numbers,
     bandwidth: float,
     below: int,
 ) -> Floats:
@@ -760,9 +757,10 @@ def _best_split(
     problem: PipelineProblem, states: States, table: _Level, first: int, last: int, workers: int
 ) -> tuple[int, int]:
     least, best = float("inf"), (0, 0)
+    splits, free = states.splits[last], table.components - workers
     for replicas in range(1, _most(problem, workers - 1) + 1):
-        splits = states.splits[last]
-        block = last_block(problem, states, table, splits, last, workers, replicas)
+        block = _block_seconds(problem, states, table, last, replicas)
+        block = _in_memory(problem, states, last, free, replicas, block)
         total = np.maximum(table.best[first, splits, workers - replicas - 1], block)
         total = np.where(states.allowed[first, splits], total, np.inf)
         at = int(np.argmin(total))
