@@ -421,11 +421,12 @@ class Windows:
             [[_last(model, kind, link, limit) for link in range(links)] for kind in distinct]
         )
         length = last - np.arange(size)
-        self.begin = np.minimum(np.arange(size) + 1, size)
-        self.level = log[np.maximum(length, 1)]
-        # Where the second of both windows begins, so that it ends at the last allowed end.
-        self.end = np.where(length <= 0, size, last - (1 << self.level) + 1)
-        self.is_empty: Mask = length <= 0
+        level = log[np.maximum(length, 1)]
+        # Where the minima of two windows stand for row 0 of the flattened ``minima``: the second
+        # window ends at the last allowed end.
+        place = level * (shape[1] * shape[2])
+        self.left = place + np.where(length <= 0, size, np.arange(size) + 1)
+        self.right = place + np.where(length <= 0, size, last - (1 << level) + 1)
         self.first_of_link = last[:, :, 0]
         self.step_ends = _StepEnds(model, batched.kinds)
 
@@ -442,15 +443,12 @@ class Windows:
     def least(self, batch: MoveBatch, link: Ints) -> Floats:
         """[moves, cuts] the least value at the ends that each begin may have."""
         of_link = link if self.model.pessimistic else np.zeros_like(link)
-        window = self.window[batch.kind]
+        window, row = self.window[batch.kind], batch.row[:, None] * (self.model.size + 1)
         # Two windows of 2^level values cover any window of ends; that they overlap does no harm, as
         # a minimum counts nothing twice.
-        row, level = batch.row[:, None], self.level[window, of_link]
-        totals: Floats = np.minimum(
-            self.minima[level, row, self.begin[None, :]],
-            self.minima[level, row, self.end[window, of_link]],
-        )
-        totals[self.is_empty[window, of_link]] = np.inf
+        flat = self.minima.reshape(-1)
+        left, right = (flat[each[window, of_link] + row] for each in (self.left, self.right))
+        totals: Floats = np.minimum(left, right)
         return totals
 
     def whole(self, batch: MoveBatch) -> Floats:
