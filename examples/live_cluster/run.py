@@ -194,7 +194,7 @@ def main() -> None:
             folder = arguments.output.resolve()
         trainings, shorter = TRAININGS, 1
         if arguments.quick:
-            trainings, shorter = (TRAININGS[0], replace(TRAININGS[1], weights=(2,))), 2
+            trainings, shorter = (replace(TRAININGS[0], weights=(4,)), TRAININGS[1]), 2
         shown = Demonstration(folder, trainings, ROUND_SECONDS // shorter, ROUNDS // shorter)
         jobs = shown.run()
     for job in jobs:
