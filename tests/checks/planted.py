@@ -185,12 +185,16 @@ def _code_of(module: CodeType, of: CodeType) -> CodeType | None:
 
 
 def forget() -> None:
-    """Empty every cache of hetflow: what was counted before a fault is not asked after it."""
+    """Empty hetflow's caches: what was counted before a fault is not asked after it.
+
+    Not those of the schema, which counts nothing: to build the records' validators takes a second.
+    """
     for name, module in list(sys.modules.items()):
         if name.startswith("hetflow."):
             for value in list(vars(module).values()):
                 if isinstance(value, functools._lru_cache_wrapper):
-                    value.cache_clear()
+                    if not value.__module__.startswith(("hetflow.schema.", "pydantic.")):
+                        value.cache_clear()
     tampered.answer.cache_clear()
 
 

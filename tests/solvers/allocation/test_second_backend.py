@@ -16,7 +16,7 @@ from hetflow.solvers.allocation import all_policies, allocate, instance_of
 from hetflow.tests.profiles import examples
 
 seeds = st.integers(0, 10_000)
-drawn = settings(max_examples=examples(15))
+drawn = settings(max_examples=examples(10))
 TOLERANCE = 1e-7
 
 
