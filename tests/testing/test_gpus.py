@@ -27,10 +27,16 @@ dist.init_process_group("nccl", init_method="file://" + sys.argv[2], rank=rank, 
 torch.cuda.set_device(rank)
 """
 PAIR = """
-import os, subprocess, sys
-store = os.path.abspath("store")
-pair = [subprocess.Popen([sys.executable, "each.py", str(rank), store]) for rank in range(2)]
-sys.exit(max(worker.wait() for worker in pair))
+import os, runpy, sys
+import torch.distributed
+pair = []
+for rank in range(2):
+    pair.append(os.fork())
+    if not pair[-1]:
+        sys.argv[1:] = [str(rank), os.path.abspath("store")]
+        runpy.run_path("each.py", run_name="__main__")
+        sys.exit()
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) for worker in pair))
 """
 
 
@@ -62,17 +68,21 @@ dist.destroy_process_group()
 """
 
 
+@pytest.fixture(scope="module")
+def summed(tmp_path_factory: pytest.TempPathFactory) -> testing.Timeline:
+    return two(tmp_path_factory.mktemp("product"), PRODUCT).timeline()
+
+
 def test_operators_take_what_estimates_say_and_collectives_what_planning_says(
-    tmp_path: Path,
+    summed: testing.Timeline,
 ) -> None:
-    timeline = two(tmp_path, PRODUCT).timeline()
     size = 4 * 1024**2
     product = Operator(name="mm", dtype="float32", flops=2 * 1024**3, num_bytes=3 * size)
     link = spec_of("V100-SXM2-16GB").link_bytes_per_second * FITTED.link  # the slower one
     wire = Wire(LINK_LATENCY_SECONDS, link)
-    for device, spec in zip(timeline.devices, ("V100-SXM2-16GB", "A100-SXM4-40GB"), strict=True):
+    for device, spec in zip(summed.devices, ("V100-SXM2-16GB", "A100-SXM4-40GB"), strict=True):
         assert device.spec == spec
-        own = [span for span in timeline.spans if span.device == device]
+        own = [span for span in summed.spans if span.device == device]
         products = [span for span in own if span.name == "mm"]
         seconds = operator_seconds(product, spec_of(spec), FITTED)
         took = [span.end_seconds - span.start_seconds for span in products]
@@ -150,9 +160,8 @@ def test_a_rank_that_receives_first_meets_one_that_sends_first(tmp_path: Path) -
     assert [span.name for span in timeline.spans if span.kind == "nccl"] == ["send 16"] * 4
 
 
-def test_a_timeline_is_written_for_perfetto(tmp_path: Path) -> None:
-    timeline = two(tmp_path, PRODUCT).timeline()
-    timeline.write(tmp_path / "timeline.json")
+def test_a_timeline_is_written_for_perfetto(tmp_path: Path, summed: testing.Timeline) -> None:
+    summed.write(tmp_path / "timeline.json")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     products = [event for event in events if event["name"] == "mm"]
     assert {event["pid"] for event in products} == {0, 1}
