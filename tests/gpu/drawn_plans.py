@@ -1,6 +1,5 @@
-"""Plans drawn by seed for a small GPT over unlike types, and their steps on the virtual clock."""
+"""Plans for a small GPT over unlike types, and their steps on the virtual clock."""
 
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from hetflow.profilers import targets
 from hetflow.profilers.operator_counts import count_model
 from hetflow.runtime.protocol.lower import lower
 from hetflow.schema import files
-from hetflow.schema.errors import HetflowError
 from hetflow.schema.plan import Plan
 from hetflow.schema.profile import Profile
 from hetflow.testing import Rates, Timeline
@@ -27,11 +25,25 @@ SCRIPT = Path(planned.__file__)
 # Products of the small model then take as long as those of real models, and launches do not count.
 SMALL = Rates(slower=4000.0)
 TYPES = ("V100", "A100", "T4")  # T4 have PCIe links, the others NVLink
-POOLS = ("1xV100,1xA100", "2xV100,2xA100", "1xV100,1xA100,1xT4", "1xV100,2xT4")
-SIZES, MICROBATCHES = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16)
-# Each pass is planned to add to gradients, and a step's first one writes them. So few tokens in a
-# step are planned too slow; in these the first pass is small.
-LEAST_SAMPLES = 16
+SIZES, MICROBATCHES = (1, 2, 4, 8, 16, 32), (1, 4, 8, 16)
+# GPUs, and what each plan is asked for: the first questions of each kind that a seed drew and that
+# have a plan of several types. Each pass is planned to add to gradients, and a step's first
+# one writes them: steps of few samples, whose first pass is small, are planned too slow.
+ASKED = ("strategy", "batch_size", "microbatch_size", "num_stages", "schedule")
+QUESTIONS = (
+    ("1xV100,1xA100", "split", 32),
+    ("1xV100,1xA100", "split", 48),
+    ("1xV100,2xT4", "split", 76),
+    ("2xV100,2xA100", "pipeline", 48, 8, 4, "1f1b"),
+    ("1xV100,2xT4", "pipeline", 16, 4, 4, "interleaved"),
+    ("1xV100,1xA100", "pipeline", 48, 16, 2, "zb-h1"),
+    ("1xV100,1xA100,1xT4", "pipeline", 16, 4, 4, "zb-v"),
+    ("2xV100,2xA100", "pipeline", 48, 8, 2, "gpipe"),
+    ("1xV100,1xA100,1xT4", "pipeline", 96, 16, 2, "1f1b"),
+    ("1xV100,1xA100,1xT4", "parallel", 16, 1),
+    ("1xV100,2xT4", "parallel", 16, 4),
+    ("2xV100,2xA100", "parallel", 48, 16),
+)
 
 
 def profiles() -> tuple[Profile, ...]:
@@ -44,33 +56,14 @@ def profiles() -> tuple[Profile, ...]:
     )
 
 
-def drawn(number: int, seed: int) -> list[Plan]:
-    """So many different plans that use several types, a third of them of each kind."""
-    draw, known = random.Random(seed), profiles()
-    found: dict[str, list[Plan]] = defaultdict(list)
-    for kind in ("split", "pipeline", "parallel"):
-        while len(found[kind]) < number // 3:
-            asked, pool = _question(draw, kind), draw.choice(POOLS)
-            own = [profile for profile in known if f"x{profile.device_type}" in pool]
-            try:
-                plan = hetflow.solve(own, pool, strategy=kind, **asked)
-            except HetflowError:
-                continue  # more stages than devices, say
-            if len(plan.devices_by_type) > 1 and _told(plan) not in map(_told, found[kind]):
-                found[kind].append(plan)
-    return [plan for plans in found.values() for plan in plans]
-
-
-def _question(draw: random.Random, kind: str) -> dict[str, Any]:
-    if kind == "split":
-        return {"batch_size": draw.randrange(LEAST_SAMPLES, 96, 4)}
-    size = draw.choice(MICROBATCHES)
-    rounds = draw.choice((1, 2, 3, 4, 6))
-    asked = {"microbatch_size": size, "batch_size": max(LEAST_SAMPLES, size * rounds)}
-    if kind == "pipeline":
-        asked["num_stages"] = draw.choice((2, 3, 4))
-        asked["schedule"] = draw.choice(("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"))
-    return asked
+def drawn() -> list[Plan]:
+    """The plans by which the questions are answered now."""
+    known, found = profiles(), []
+    for pool, *question in QUESTIONS:
+        asked: dict[str, Any] = dict(zip(ASKED, question, strict=False))
+        own = [profile for profile in known if f"x{profile.device_type}" in pool]
+        found.append(hetflow.solve(own, pool, **asked))
+    return found
 
 
 def _told(plan: Plan) -> str:
