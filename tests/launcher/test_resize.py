@@ -218,7 +218,7 @@ MAPPINGS = ["4xcpu:fast", "2xcpu:fast", "1xcpu:fast,2xcpu:slow", "1xcpu:slow", "
 @pytest.mark.slow
 def test_resizes_at_random_steps_end_with_one_digest(tmp_path: Path, undisturbed_long: str) -> None:
     draw = random.Random(0)
-    launch = Launch(tmp_path / "run", [2, 2, 2, 2], epochs=LONG, seconds=0.2)
+    launch = Launch(tmp_path / "run", [2, 2, 2, 2], epochs=LONG, seconds=0.4)
     launch.wait_for_step(draw.randint(1, 4), workers=4)
     asked = ["2xcpu:fast", "1xcpu:fast", "1xcpu:fast,2xcpu:slow", draw.choice(MAPPINGS)]
     for gpus in asked:
@@ -229,7 +229,7 @@ def test_resizes_at_random_steps_end_with_one_digest(tmp_path: Path, undisturbed
     assert kinds[:4] == ["start", "resize", "resize", "resize"]
 
 
-LONG = 80
+LONG = 40
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def test_kills_at_random_moments_end_with_one_digest(
     import time
 
     draw, how = random.Random(seed), ["--on-failure", policy]
-    launch = Launch(tmp_path / "run", [2, 3, 1, 2], *how, epochs=LONG, seconds=0.05)
+    launch = Launch(tmp_path / "run", [2, 3, 1, 2], *how, epochs=LONG, seconds=0.1)
     launch.wait_for_step(1, workers=4)
     for left in (4, 3, 2):
         time.sleep(draw.uniform(0.0, 1.5))
@@ -306,7 +306,7 @@ def test_a_worker_that_hangs_in_its_own_code_is_killed(
 ) -> None:
     script = around_script(tmp_path / "hangs.py", HANGS)
     options = ["--timeout", "6"]
-    launch = Launch(tmp_path / "run", [4, 4], *options, epochs=LONG, seconds=0.02, script=script)
+    launch = Launch(tmp_path / "run", [4, 4], *options, epochs=LONG, seconds=0.04, script=script)
     launch.wait_for_step(3, workers=2)
     (tmp_path / "run" / "hang").touch()
     assert launch.digest() == undisturbed_long
@@ -319,7 +319,7 @@ def test_the_last_worker_starts_again_from_the_last_checkpoint(
     tmp_path: Path, undisturbed_long: str
 ) -> None:
     saving = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "4"]
-    launch = Launch(tmp_path / "run", [8], *saving, epochs=LONG, seconds=0.02)
+    launch = Launch(tmp_path / "run", [8], *saving, epochs=LONG, seconds=0.04)
     launch.wait_for_step(10)
     launch.kill(0)
     assert launch.digest() == undisturbed_long
@@ -331,7 +331,7 @@ def test_the_last_worker_starts_again_from_the_last_checkpoint(
 def test_a_stopped_worker_is_killed_and_the_others_go_on(
     tmp_path: Path, undisturbed_long: str
 ) -> None:
-    launch = Launch(tmp_path / "run", [4, 4], "--heartbeat", "3", epochs=LONG, seconds=0.02)
+    launch = Launch(tmp_path / "run", [4, 4], "--heartbeat", "3", epochs=LONG, seconds=0.04)
     launch.wait_for_step(2, workers=2)
     launch.kill(1, signal.SIGSTOP)
     assert launch.digest() == undisturbed_long
@@ -392,7 +392,7 @@ def test_a_worker_that_is_stopped_on_its_way_out_does_not_hold_the_launch_up(
 ) -> None:
     script = around_script(tmp_path / "leaves.py", STOPS_WHEN_IT_LEAVES)
     options = ("--heartbeat", "2")
-    launch = Launch(tmp_path / "run", [4, 4], *options, epochs=LONG, seconds=0.02, script=script)
+    launch = Launch(tmp_path / "run", [4, 4], *options, epochs=LONG, seconds=0.04, script=script)
     launch.wait_for_step(2, workers=2)
     done = launch.resize("--gpus", "1xcpu:fast")
     assert done.returncode == 0, done.stderr
@@ -421,7 +421,7 @@ if os.environ["HETFLOW_WORKER"] == "1":
 @pytest.mark.slow
 def test_closed_sockets_are_opened_again(tmp_path: Path, undisturbed_long: str) -> None:
     script = around_script(tmp_path / "cuts.py", CUTS)
-    launch = Launch(tmp_path / "run", [4, 4], epochs=LONG, seconds=0.02, script=script)
+    launch = Launch(tmp_path / "run", [4, 4], epochs=LONG, seconds=0.04, script=script)
     launch.wait_for_step(3, workers=2)
     asked = tmp_path / "run" / "cut"
     asked.touch()
