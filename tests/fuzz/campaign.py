@@ -19,6 +19,7 @@ import pickle
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import sys
@@ -175,13 +176,10 @@ def _import(imported: Path) -> None:
 
 def _wait(child: int) -> int:
     """Wait for the child; after the limit kill its whole session."""
-    end = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status
-        time.sleep(0.002)
-    os.killpg(child, signal.SIGKILL)
+    number = os.pidfd_open(child)
+    if not select.select([number], [], [], LIMIT_SECONDS)[0]:
+        os.killpg(child, signal.SIGKILL)
+    os.close(number)
     return os.waitpid(child, 0)[1]
 
 
