@@ -129,7 +129,7 @@ def every_interleaved(problem: ParallelProblem) -> Iterator[Plan]:
                                 yield plan
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(25))
 @given(problems())
 @pytest.mark.slow
 def test_no_interleaved_plan_is_faster(problem: ParallelProblem) -> None:

@@ -120,7 +120,7 @@ def test_the_least_step_of_so_many_stages(problem, count):
     assert same(least_step(problem), best_flat(problem))
 
 
-@FEW
+@settings(FEW, max_examples=examples(25))
 @given(step_problems(), st.sampled_from(["bandwidth", "memory", "devices", "servers"]))
 @pytest.mark.slow
 def test_more_never_hurts_the_step(problem, what):
