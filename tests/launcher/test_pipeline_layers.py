@@ -1,5 +1,6 @@
 """Layers that torch.fx did not find: exported ones are launched, hooked ones refused."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,11 +55,16 @@ if __name__ == "__main__":
 """
 
 
-def hetflow(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run it where transformers is imported already."""
+    preloaded = {programs.VARIABLE: programs.preloaded(*programs.TRANSFORMERS)}
     return programs.run(
-        [sys.executable, "-m", "hetflow.cli.main", *arguments],
-        cwd=folder, timeout=240,
-    )  # fmt: skip
+        [sys.executable, *arguments], cwd=folder, timeout=240, env={**os.environ, **preloaded}
+    )
+
+
+def hetflow(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python(folder, "-m", "hetflow.cli.main", *arguments)
 
 
 @pytest.mark.slow
@@ -83,7 +89,7 @@ def test_gpt2_of_transformers_trains_as_on_one_device(tmp_path: Path) -> None:
     done = hetflow(tmp_path, "launch", "-o", "run", "plan.json", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Adam keeps 2 bytes of state a byte of weights, the plan's") == 1
-    alone = programs.run([sys.executable, "train.py"], cwd=tmp_path, timeout=240)
+    alone = python(tmp_path, "train.py")
     assert alone.returncode == 0, alone.stderr
     record = files.read(tmp_path / "run" / "run.json", RunRecord)
     # The last batch is short: 12 samples, so the graph must not have fixed its batch size.
