@@ -20,7 +20,7 @@ from hetflow.cli.main import run
 from hetflow.schema import files
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import LayerGraph, LayerNode, Profile
-from hetflow.tests import handmade
+from hetflow.tests import handmade, programs
 from hetflow.tests.plan_parts import kind_of
 
 MODULES = ("cluster", "plugins", "rent")
@@ -87,8 +87,9 @@ def test_there_are_few_names_and_each_is_there() -> None:
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with the files that examples name."""
+    """A folder with the files that examples name; these fork workers as other tests do."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
     plan = hetflow.solve([replace(profile("cpu", 1.0), layers=None)], "cpu", batch_size=16)
     hetflow.write("plan.json", plan)
     Path("train.py").write_text(SCRIPT)
