@@ -182,8 +182,8 @@ def test_profile_solve_launch_and_resize_to_other_devices(tmp_path: Path, undist
 
     (tmp_path / "model.py").write_text(WORKLOAD)
     devices = ("--device", "cpu:fast=0.5", "--device", "cpu:slow=0.25", "--name", "small")
-    how = ("--layers", "--microbatch-size", "2", "--batch-sizes", "2,8", "--quick")
-    hetflow("profile", "model.py:workload", *devices, *how)
+    how = ("--quick", "--sync-devices", "0", "--layers", "--microbatch-size", "2")
+    hetflow("profile", "model.py:workload", *devices, *how, "--batch-sizes", "2,8")
     asked = ("--profiles", "profiles", "--gpus", "1xcpu:fast,1xcpu:slow", "--batch-size", "8")
     pipeline = ("--strategy", "pipeline", "--num-stages", "2", "--microbatch-size", "2")
     # The resize counts the same optimizer, which the profiles do not say.
