@@ -360,6 +360,13 @@ def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel
     output = next(node for node in graph.nodes if node.op == "output")
     if not nodes:
         raise TargetError(f"{type(model).__name__} computes nothing that could be cut into layers")
+    for node in graph.nodes:
+        if is_shared_call(node.target):
+            *_, (name, _) = node.meta["nn_module_stack"].values()
+            raise TargetError(
+                f"{name} is cut over a tensor-parallel group, and torch.fx traces into its forward",
+                hint="use torch's own layer there, or launch a plan of one stage",
+            )
     layers = _group(model, nodes)
     _check_written(model, layers)
     return LayeredModel(

@@ -9,9 +9,11 @@ from hetflow.profilers.zoo.models import GPT
 from hetflow.runtime import tensor_parallel
 from hetflow.runtime.group import Place
 from hetflow.runtime.pipeline.norms import NORMS, Columns, NormOnly, PartGradient, ToldNorms
+from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.runtime.protocol.environment import Start
-from hetflow.runtime.tensor.operators import bounds
+from hetflow.runtime.tensor.operators import TensorGroup, bounds
 from hetflow.runtime.tensor.roles import Lanes, ParameterCut, SharedParts, check_degree, sharing_of
+from hetflow.runtime.tensor.sharded import ShardedModel
 from hetflow.schema.errors import TargetError
 
 
@@ -52,6 +54,27 @@ def test_the_zoos_gpt_is_known_by_its_names() -> None:
     }
     assert sharing.cuts["blocks.0.attention.project_in.bias"] == ParameterCut(0, 3)
     assert "blocks.0.attention.project_out.bias" not in sharing.cuts
+
+
+class Traced(nn.Linear):
+    """A layer whose own forward a tracer goes into."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_shared_layer_that_torch_fx_goes_into_is_refused(degree: int) -> None:
+    """On workers of each degree; a step ended in a traceback."""
+    model = nn.Sequential(Traced(6, 12), nn.GELU(), Traced(12, 6))
+    tensor_parallel(model, {"0": "column", "2": "row"}, known=True)
+    group = TensorGroup(degree, 0, tuple(range(degree)))
+    sharded = ShardedModel(model, sharing_of(model), group)
+    with (
+        sharded.traceable(),
+        pytest.raises(TargetError, match="^0 is cut over .* traces into"),
+    ):
+        layers_of(model)
 
 
 def test_a_degree_that_does_not_divide_names_the_nearest_that_do() -> None:
