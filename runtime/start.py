@@ -342,16 +342,16 @@ def rehearsed(
 @contextmanager
 def _tensors_kept(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     parameters = list(named_parameters(model, optimizers).values())
-    data = [parameter.data for parameter in parameters]
+    data = [(type(parameter), parameter.data) for parameter in parameters]
     buffers = [(m, name, value) for m in model.modules() for name, value in m._buffers.items()]
     own = [_OptimizerParts(optimizer) for optimizer in optimizers]
     forward = model.__dict__.get("forward")
     try:
         yield
     finally:
-        for parameter, tensor in zip(parameters, data, strict=True):
-            parameter.grad = None
-            parameter.data = tensor
+        for parameter, (kind, tensor) in zip(parameters, data, strict=True):
+            parameter.__class__ = kind  # a pipeline makes stand-ins of other stages' parameters
+            parameter.grad, parameter.data = None, tensor
         put_back(buffers)
         for parts in own:
             parts.put_back()

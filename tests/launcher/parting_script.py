@@ -58,7 +58,8 @@ for _ in range(epochs):
         if kind == "schedule":
             scheduler.step()
         if kind == "bit" and job.num_steps == int(at) and job.rank == 1:
-            broken = model.head if model.head.weight.dim() == 2 else model.body  # of a pipeline
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            broken = model.head if id(model.head.weight) in held else model.body  # of a pipeline
             broken.weight.data.view(torch.int32)[1, 2] ^= 1
         with progress.open("a") as stream:
             stream.write(f"{time.time()} {job.num_steps} {job.rank} {job.world_size}\n")
