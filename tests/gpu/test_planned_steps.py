@@ -12,7 +12,7 @@ from hetflow.tests.plan_parts import parallel_plan_of, replica_group
 from hetflow.tests.testing.hosts import real_types
 
 from . import planned
-from .drawn_plans import Trial, drawn, trials
+from .asked_plans import Trial, answers, trials
 
 NUMBERS = {"split": 3, "pipeline": 6, "parallel": 3}
 
@@ -27,7 +27,7 @@ def plans() -> list[Plan]:
     """Splits, pipelines and plans of three dimensions, each over several types."""
     if real_types():
         pytest.skip("this machine has GPUs of its own")
-    found = drawn()
+    found = answers()
     assert Counter(plan.kind for plan in found) == NUMBERS
     assert all(len(plan.devices_by_type) > 1 for plan in found)
     return found

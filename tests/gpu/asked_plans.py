@@ -56,7 +56,7 @@ def profiles() -> tuple[Profile, ...]:
     )
 
 
-def drawn() -> list[Plan]:
+def answers() -> list[Plan]:
     """The plans by which the questions are answered now."""
     known, found = profiles(), []
     for pool, *question in QUESTIONS:
