@@ -317,7 +317,7 @@ def join(start: Start, device: torch.device | None = None) -> Place:
             control=control,
             is_outside=True,
         )
-    with control.connections.opening():
+    with control.connections.opening(start.world_size):
         return replace(_join(start, device, control), control=control)
 
 
@@ -393,7 +393,7 @@ def enter_generation(place: Place, message: Resize | Recover, control: Control) 
     start = replace(place.start, config=config, rank=rank, world_size=config.world_size, joins=None)
     # Before the meeting: an ``Abort`` of this generation that comes meanwhile must count.
     control.generation = message.generation
-    with control.connections.opening():
+    with control.connections.opening(config.world_size):
         store = _connect(start).under(f"generation/{control.generation}")
         _Jobs.opened = max(_Jobs.opened, 1)
         if config.world_size > 1:
@@ -413,7 +413,7 @@ def enter_handover(place: Place, message: Resize, control: Control) -> Place:
     """Join the workers of the next generation and its guests, until ``close_group``."""
     size, rank = len(message.together), message.together[control.worker]
     start = replace(place.start, config=message.config, world_size=size)
-    with control.connections.opening():
+    with control.connections.opening(size):
         store = _connect(start).under(f"handover/{message.generation}")
         _init_group(rank, place.device, start, store, control)
     return replace(place, start=start, rank=rank, world_size=size, store=store)

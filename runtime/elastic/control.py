@@ -9,6 +9,7 @@ import contextlib
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +40,10 @@ from ..protocol.messages import (
 # thread makes it fail within milliseconds, here and in the peers, whose streams break. gloo's own
 # ``abort`` may hang. Destroying a group with closed streams nearly always takes milliseconds;
 # ``group.release_apart`` handles the other cases.
+#
+# Of two workers that meet in gloo one listens and the other connects. One that listens has no
+# connection yet, and waits without end if the other dies before it connects. So each connection
+# that may still be missing is made, and closed. gloo reads its number from it first.
 
 _DESCRIPTORS = "/proc/self/fd"
 
@@ -50,27 +55,27 @@ class Connections:
         self._lock = threading.Lock()
         self._before: set[tuple[int, int]] = set()
         self._opened: set[tuple[int, int]] = set()
-        self._is_opening = False
+        self._opening = 0
 
     @contextmanager
-    def opening(self) -> Iterator[None]:
+    def opening(self, num_workers: int) -> Iterator[None]:
         """Count every socket that is opened inside the context as the new generation's."""
         with self._lock:
-            self._before, self._opened, self._is_opening = _sockets(), set(), True
+            self._before, self._opened, self._opening = _sockets(), set(), num_workers
         try:
             yield
         finally:
             with self._lock:
                 self._opened = _sockets() - self._before
-                self._is_opening = False
+                self._opening = 0
 
     def cut(self) -> None:
         """Shut down the generation's connections, also while it connects; from any thread."""
         with self._lock:
-            opened = _sockets() - self._before if self._is_opening else self._opened
+            opened = _sockets() - self._before if self._opening else self._opened
             for number, inode in opened:
                 with contextlib.suppress(OSError):
-                    _cut(number, inode)
+                    _cut(number, inode, self._opening)
 
 
 def _sockets() -> set[tuple[int, int]]:
@@ -85,7 +90,7 @@ def _sockets() -> set[tuple[int, int]]:
     return found
 
 
-def _cut(number: int, inode: int) -> None:
+def _cut(number: int, inode: int, num_missing: int) -> None:
     # Duplicated before it is looked at: between a look and a cut, another thread may close the
     # number and open another file under it. The duplicate stays what it is.
     duplicate = os.dup(number)
@@ -93,9 +98,14 @@ def _cut(number: int, inode: int) -> None:
         os.close(duplicate)
         return
     with socket.socket(fileno=duplicate) as connection:
-        # A listening socket has no peer; gloo aborts the process if its own is shut down.
-        connection.getpeername()
-        connection.shutdown(socket.SHUT_RDWR)
+        if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            connection.shutdown(socket.SHUT_RDWR)
+            return
+        # gloo aborts the process if a listening socket of its own is shut down.
+        is_of_hosts = connection.family in (socket.AF_INET, socket.AF_INET6)
+        for missing in range(num_missing if is_of_hosts else 0):
+            with socket.create_connection(connection.getsockname()[:2], timeout=1.0) as last:
+                last.sendall(struct.pack("=q", missing))
 
 
 BEAT_SECONDS = 0.5

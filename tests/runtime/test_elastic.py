@@ -30,6 +30,7 @@ from hetflow.runtime.protocol.messages import (
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.tests import programs
 
+UNMET = Path(__file__).with_name("unmet.py")
 pytestmark = pytest.mark.processes
 
 
@@ -150,7 +151,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def test_cutting_wakes_who_waits_and_leaves_other_connections() -> None:
     connections = Connections()
     kept = pair()
-    with connections.opening():
+    with connections.opening(2):
         own = pair()
         listening = socket.create_server(("127.0.0.1", 0))
     timer = threading.Timer(0.1, connections.cut)
@@ -164,6 +165,13 @@ def test_cutting_wakes_who_waits_and_leaves_other_connections() -> None:
         one.close()
     connections.cut()  # numbers that are closed, or another's by now, are left alone
     timer.join()
+
+
+def test_cutting_wakes_who_waits_for_a_connection_of_one_that_died() -> None:
+    """gloo would wait without end, whatever its time-out."""
+    done = programs.run([sys.executable, str(UNMET)], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) >= 0.5  # the last one waited, and no more
 
 
 def test_messages_arrive_while_the_main_thread_is_busy() -> None:
