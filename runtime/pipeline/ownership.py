@@ -190,7 +190,7 @@ _STAY = {"data", "detach", "clone", "contiguous", "to", Tensor.cpu.__name__, "fl
 
 
 def _without_numbers(function: Any, args: Any, kwargs: Any) -> Any:
-    name, first = getattr(function, "__name__", ""), args[0] if args else None
+    name, first = getattr(function, "__name__", ""), args[0] if args else kwargs.get("tensor")
     if is_property := name in ("__get__", "__set__"):
         name = getattr(function.__self__, "__name__", "")
     with plain():
@@ -199,14 +199,16 @@ def _without_numbers(function: Any, args: Any, kwargs: Any) -> Any:
                 is_set = function.__name__ == "__set__"
                 made = None if is_set else function(*args, **kwargs)
                 return made if made is None else Elsewhere.of(made, first._name, first._whole)
-            if name == "__repr__":
+            if name in ("__repr__", "__format__"):
                 return f"<{first._name}, {list(first._whole)}, of another stage>"
             if name in OF_SHAPE or name.endswith("_like"):
                 shown = first.new_empty(()).expand(first._whole)
                 return function(shown, *args[1:], **kwargs)
         if is_property and name not in OF_NUMBERS or name in OF_NO_NUMBER:
             return function(*args, **kwargs)
-        if name.startswith("new_") or name in ("data_ptr", "untyped_storage"):
+        if name.startswith(("new_", "is_")) and name != "is_nonzero":
+            return function(*args, **kwargs)
+        if name in ("data_ptr", "untyped_storage"):
             return function(*args, **kwargs)
     if writes(name) and isinstance(first, _AWAY):
         return first

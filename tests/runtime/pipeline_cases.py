@@ -129,6 +129,9 @@ def looks_of(model):
     torch._foreach_mul_(others, [2.0] * len(others))
     if found["norm"] is not None:
         weight.copy_(torch.ones(8, 6))
+        nn.init.normal_(weight)
+        assert weight.is_contiguous()
+        assert f"{weight}" == "<0.weight, [8, 6], of another stage>"
     return found
 
 
