@@ -29,7 +29,7 @@ from ..initial_values import fill, forget, initial_value
 from ..log import log
 from ..nested_tensors import InPieces, tensors_in, zeros_for
 from ..setup import move_optimizer_state
-from ..sharding.flats import OF_NO_NUMBER, OF_NUMBERS, OF_SHAPE
+from ..sharding.flats import OF_NO_NUMBER, OF_NUMBERS, OF_SHAPE, name_of
 from ..sharding.sliced import get_grad, plain, set_grad, writes
 from ..tensor.roles import Lanes
 from .cut import StageModule
@@ -165,12 +165,11 @@ class ElsewhereParameter(nn.Parameter):
         parameter.__class__ = ElsewhereParameter
 
     @staticmethod
-    def leave(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Let stand-ins be plain parameters again; which these were."""
-        left: list[nn.Parameter] = [p for p in parameters if type(p) is ElsewhereParameter]
-        for parameter in left:
-            parameter.__class__ = nn.Parameter
-        return left
+    def leave(parameter: nn.Parameter) -> None:
+        """Let a stand-in be a plain parameter again, of which nothing else is pickled."""
+        if isinstance(parameter, ElsewhereParameter):
+            del parameter._whole, parameter._name
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
     __torch_function__ = Elsewhere.__torch_function__
 
@@ -187,12 +186,11 @@ class ElsewhereParameter(nn.Parameter):
 _AWAY = (Elsewhere, ElsewhereParameter)
 _STAY = {"data", "detach", "clone", "contiguous", "to", Tensor.cpu.__name__, "float", "double"}
 """Functions and properties of a stand-in that give a stand-in."""
+_TOLD = OF_NO_NUMBER | {"data_ptr", "untyped_storage"}
 
 
 def _without_numbers(function: Any, args: Any, kwargs: Any) -> Any:
-    name, first = getattr(function, "__name__", ""), args[0] if args else kwargs.get("tensor")
-    if is_property := name in ("__get__", "__set__"):
-        name = getattr(function.__self__, "__name__", "")
+    (name, is_property), first = name_of(function), args[0] if args else kwargs.get("tensor")
     with plain():
         if isinstance(first, _AWAY):
             if name in _STAY:
@@ -204,11 +202,8 @@ def _without_numbers(function: Any, args: Any, kwargs: Any) -> Any:
             if name in OF_SHAPE or name.endswith("_like"):
                 shown = first.new_empty(()).expand(first._whole)
                 return function(shown, *args[1:], **kwargs)
-        if is_property and name not in OF_NUMBERS or name in OF_NO_NUMBER:
-            return function(*args, **kwargs)
-        if name.startswith(("new_", "is_")) and name != "is_nonzero":
-            return function(*args, **kwargs)
-        if name in ("data_ptr", "untyped_storage"):
+        is_told = name.startswith(("new_", "is_")) and name != "is_nonzero"
+        if is_told or name in _TOLD or is_property and name not in OF_NUMBERS:
             return function(*args, **kwargs)
     if writes(name) and isinstance(first, _AWAY):
         return first
@@ -363,7 +358,7 @@ class Ownership:
         rest, wire = self._room_for_rest(), wire_device(self._place.device)
         for name, parameter in self.parameters.items():
             value = rest.get(name, parameter.data)
-            ElsewhereParameter.leave([parameter])
+            ElsewhereParameter.leave(parameter)
             self._spread(name, value, wire)
             if name in rest or self.device_of_whole != self._place.device:
                 if name in self.own:
@@ -458,7 +453,9 @@ def shapes_on(
     The tensors that the model's modules move themselves move to the device and stay.
     """
     known = list(shapes)
-    stand_ins = ElsewhereParameter.leave(parameter for parameter, _ in known)
+    stand_ins: list[nn.Parameter] = [p for p, _ in known if isinstance(p, ElsewhereParameter)]
+    for parameter in stand_ins:  # a trace is of plain ones
+        parameter.__class__ = nn.Parameter
     values = [(parameter, parameter.data, parameter.grad) for parameter, _ in known]
     buffers = [(m, key, b) for m in model.modules() for key, b in m._buffers.items()]
     zeros: dict[torch.dtype, Tensor] = {}

@@ -233,6 +233,14 @@ OF_NUMBERS = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Properties that tell of numbers."""
 
 
+def name_of(function: Any) -> tuple[str, bool]:
+    """The name of a function of torch's or of a tensor's property; and whether it is a property."""
+    name: str = getattr(function, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(function.__self__, "__name__", ""), True
+    return name, False
+
+
 class AwayParameter(nn.Parameter):
     """A parameter whose weights are away in a step; what reads it brings them, or is refused.
 
@@ -248,9 +256,7 @@ class AwayParameter(nn.Parameter):
     ) -> Any:
         """Call a function of torch's; if it reads numbers, when they are here."""
         kwargs, first = kwargs or {}, args[0] if args else None
-        name: str = getattr(function, "__name__", "")
-        if is_property := name in ("__get__", "__set__"):
-            name = getattr(function.__self__, "__name__", "")
+        name, is_property = name_of(function)
         if isinstance(first, AwayParameter) and name in OF_SHAPE:
             shape, _ = _plainly(getattr, first, "_asks")
             shown = torch.empty(shape, dtype=_plainly(getattr, first, "dtype"), device="meta")

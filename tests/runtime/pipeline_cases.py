@@ -180,6 +180,7 @@ def train(case):
     buffers = sum(blocks.values())
     job.finish()
     pickle.dumps(model)  # it is the script's again, with no hook
+    assert not any(vars(parameter) for parameter in model.parameters())
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     told = {"state": state, "losses": losses, "norms": norms, "held": held, "owned": owned}
     return told | {"calls": calls, "looks": looks, "buffers": buffers, "reads": reads}
